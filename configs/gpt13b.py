@@ -1,0 +1,24 @@
+"""The published comparison of veGiantModel: 40 layers, 5120 wide, sequence 256, batch 1536.
+
+    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
+    python scripts/pretrain.py --config gpt13b --data.train data/mine
+
+Hardware: four nodes of 8 V100-32GB or A100-40GB.
+"""
+
+from dataclasses import replace
+
+from giantjax.command_line import preset
+from giantjax.config import RunConfig
+
+
+def config() -> RunConfig:
+    base = preset("gpt3_6b7")
+    return replace(
+        base,
+        name="gpt13b",
+        model=replace(base.model, num_layers=40, hidden_size=5120, num_heads=40, sequence_length=256),
+        training=replace(base.training, num_steps=762_939, global_batch_size=1536),
+        optimizer=replace(base.optimizer, learning_rate=1e-4, min_learning_rate=1e-5, warmup=1_464_843),
+        pipeline=replace(base.pipeline, microbatch_size=8),
+    )

@@ -1,0 +1,119 @@
+"""Checkpoints: the state, the data position and the configuration, written by orbax.
+
+Parameters lie on disk stacked by layer in layer order. A checkpoint becomes visible by the rename of its folder,
+so a killed save leaves either the whole of it or nothing that a restore would look at.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from giantjax.config import CheckpointConfig, RunConfig
+from giantjax.errors import InputError, did_you_mean
+from giantjax.fields import from_dict, leaves
+
+STATE, POSITION = "state", "position"
+
+FREE_TO_CHANGE = (
+    "name",
+    "run_dir",
+    "training.num_steps",
+    "training.eval_every",
+    "training.eval_samples",
+    "training.zero_stage",
+    "training.recompute",
+    "data.prefetch",
+    "mesh.",
+    "pipeline.",
+    "checkpoint.",
+    "logging.",
+    "runtime.",
+)
+"""Fields, or groups ending in a dot, that do not change what is computed, or only how long."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands, besides its state."""
+
+    step: int
+    consumed_samples: int
+    """Samples taken from the training data; with the seed, the whole data position."""
+    seed: int
+    """Seed of dropout and sample order: with `step` and `consumed_samples`, all the randomness there is."""
+    corpus: str
+    """Fingerprint of the training data."""
+    config: dict[str, Any]
+    """The resolved configuration."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run directory; a context manager, which waits for the last save at its end."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep,
+            keep_period=config.keep_every,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=(STATE, POSITION))
+
+    def __enter__(self) -> "CheckpointStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    def latest_step(self) -> int | None:
+        """The step of the newest whole checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, state: Any, position: Position) -> None:
+        """Copy the state to the host and start writing it; returns before it is on disk."""
+        items = {STATE: ocp.args.StandardSave(state), POSITION: ocp.args.JsonSave(dataclasses.asdict(position))}
+        self._manager.save(position.step, args=ocp.args.Composite(**items), force=True)
+
+    def read_position(self, step: int) -> Position:
+        """The position saved at `step`."""
+        restored = self._manager.restore(step, args=ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()}))
+        return Position(**restored[POSITION])
+
+    def read_state(self, step: int, abstract: Any) -> Any:
+        """The state saved at `step`, placed as `abstract` (shapes, types, shardings) says."""
+        restored = self._manager.restore(step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)}))
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restored[STATE], abstract)
+
+    def wait(self) -> None:
+        """Block until every started save is on disk."""
+        self._manager.wait_until_finished()
+
+
+def check_resume(config: RunConfig, corpus: str, position: Position) -> list[str]:
+    """What of the configuration changed since the checkpoint, as sentences to log.
+
+    Raises:
+        InputError: a field differs that is neither free to change nor listed in checkpoint.accept_change.
+    """
+    now = leaves(config)
+    for field in config.checkpoint.accept_change:
+        if field.replace("-", "_") not in now:
+            raise InputError(f"checkpoint.accept_change names {field}, but there is no such field{did_you_mean(field, now)}")
+    before = leaves(from_dict(RunConfig, position.config))
+    # The same path may hold another corpus by now, so the data is compared by content as well as by name.
+    for fields, fingerprint in ((before, position.corpus), (now, corpus)):
+        fields["data.train"] = f"{' '.join(fields['data.train'])} ({fingerprint})"
+    changed = [path for path in now if now[path] != before[path] and not path.startswith(FREE_TO_CHANGE)]
+    accepted = {field.replace("-", "_") for field in config.checkpoint.accept_change}
+    refused = [path for path in changed if path not in accepted]
+    if refused:
+        differences = ", ".join(f"{path} was {before[path]} and is {now[path]}" for path in refused)
+        raise InputError(
+            f"the run in this directory was started with another configuration: {differences}; use the old values, add "
+            f"`--checkpoint.accept-change {' '.join(refused)}` to change them now, or name another --run-dir"
+        )
+    return [f"accepted change: {path} was {before[path]} and is {now[path]}" for path in changed]

@@ -1,0 +1,195 @@
+"""From command lines to configurations, and from errors to exit codes."""
+
+import ast
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from giantjax.config import RunConfig
+from giantjax.errors import InputError, TrainingFault, did_you_mean
+from giantjax.fields import leaves
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+COMMON = frozenset(
+    "run_dir seed training.num_steps training.global_batch_size training.eval_every training.precision training.recompute "
+    "training.zero_stage optimizer.learning_rate optimizer.warmup mesh.pipe mesh.data mesh.tensor mesh.replica "
+    "pipeline.schedule pipeline.num_microbatches data.train data.validation checkpoint.every checkpoint.keep "
+    "checkpoint.accept_change model.num_layers model.hidden_size model.sequence_length runtime.num_cpu_devices".split()
+)
+"""Leaves that --help shows; --help-all shows every one."""
+
+
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run a script's main and exit: 2 for bad input and 3 for a detected fault, each with one sentence on stderr."""
+    try:
+        code = main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except TrainingFault as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        code = 3
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped configurations."""
+    return sorted(path.stem for path in CONFIGS.glob("*.py") if not path.stem.startswith("_"))
+
+
+def preset(name: str) -> RunConfig:
+    """The configuration of a file of configs/, or of the Python file at a path; its `config()` is called.
+
+    Raises:
+        InputError: there is no such file, it cannot be run, or it makes no valid configuration.
+    """
+    path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
+    if not path.is_file():
+        raise InputError(f"there is no config {name}{did_you_mean(name, preset_names())} (shipped: {', '.join(preset_names())})")
+    spec = importlib.util.spec_from_file_location(f"giantjax_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"config {name}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        made = module.config()
+    except InputError as error:
+        raise InputError(f"config {name}: {error}") from error
+    except Exception as error:
+        # A config is a program of the user's own; whatever it raises is its mistake, told with its place.
+        raise InputError(f"config {name} failed in {path}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, RunConfig):
+        raise InputError(f"config {name}: config() in {path} returns a {type(made).__name__}, not a RunConfig")
+    return made
+
+
+def parse_run(arguments: list[str], description: str) -> RunConfig:
+    """`--config NAME` and any leaf's override as a checked configuration; prints help and exits where asked to.
+
+    Raises:
+        InputError: an argument is unknown or has a wrong value.
+    """
+    arguments = [argument.replace("_", "-") if argument.startswith("--") and "=" not in argument else argument for argument in arguments]
+    name, rest = take_option(arguments, "--config")
+    wants_help = {"-h", "--help", "--help-all"} & set(rest)
+    default = preset(name or "gpt_tiny")
+    if wants_help:
+        _print_help(default, description, everything="--help-all" in wants_help)
+    if name is None:
+        raise InputError(f"--config NAME is missing; shipped configs: {', '.join(preset_names())}")
+    _check_flags(default, rest)
+    return parse(RunConfig, default, rest)
+
+
+def take_option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of `flag VALUE` or `flag=VALUE`, and the arguments without it."""
+    for i, argument in enumerate(arguments):
+        if argument.startswith(f"{flag}="):
+            return argument.partition("=")[2], arguments[:i] + arguments[i + 1 :]
+        if argument == flag:
+            if i + 1 == len(arguments):
+                raise InputError(f"{flag} is missing its value")
+            return arguments[i + 1], arguments[:i] + arguments[i + 2 :]
+    return None, arguments
+
+
+def parse(kind: Any, default: Any, arguments: list[str]) -> Any:
+    """tyro's reading of `arguments`, its complaint turned into one sentence."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), _wide_terminal():
+        try:
+            return tyro.cli(kind, default=default, args=arguments, add_help=False)
+        except SystemExit as stop:
+            raise InputError(_sentence(printed.getvalue())) from stop
+
+
+def _check_flags(default: RunConfig, arguments: list[str]) -> None:
+    known = {"--" + path.replace("_", "-"): path for path in leaves(default)}
+    booleans = {flag.rpartition(".")[0] + ".no-" + flag.rpartition(".")[2] for flag, path in known.items() if isinstance(leaves(default)[path], bool)}
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if argument.startswith("--") and flag not in known and flag not in booleans:
+            raise InputError(f"there is no field {flag}{did_you_mean(flag, known)}")
+
+
+def _sentence(boxed: str) -> str:
+    """The first statement inside a box that tyro drew."""
+    lines = [line.strip("│ ").strip() for line in boxed.splitlines()]
+    statement: list[str] = []
+    for line in lines:
+        if line.startswith("──") or line.startswith("╰"):
+            break
+        if line and not line.startswith("╭"):
+            statement.append(line)
+    text = re.sub(r"^Error parsing [\w.]+: ", "", " ".join(statement))
+    text = re.sub(r"^Error parsing --([\w.-]+): invalid literal for int\(\) with base 10: (.*)$", r"--\1 is \2; it must be a whole number", text)
+    text = re.sub(r"^Error parsing --([\w.-]+): could not convert string to float: (.*)$", r"--\1 is \2; it must be a number", text)
+    return text.rstrip(".") or "the command line cannot be read"
+
+
+@contextlib.contextmanager
+def _wide_terminal() -> Iterator[None]:
+    """Keep tyro from wrapping its message in the middle of a path."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "4000"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def _print_help(default: RunConfig, description: str, everything: bool) -> NoReturn:
+    print(f"{description}\n\n  --config NAME   one of {', '.join(preset_names())}, or the path of a Python file")
+    print("  --help-all      every field\n" if not everything else "")
+    kind = RunConfig if everything else _only_common(RunConfig, "")
+    shown = default if everything else _as_kind(kind, default)
+    tyro.cli(kind, default=shown, args=["--help"], description="Fields, with the values of this config:", prog=f"python {sys.argv[0]}")
+    sys.exit(0)
+
+
+def documentation(kind: type) -> dict[str, str]:
+    """The docstrings under the fields of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            assert isinstance(statement.target, ast.Name)
+            found[statement.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def _only_common(kind: Any, path: str) -> Any:
+    """A copy of a configuration's type in which only common leaves show in the help."""
+    hints, docs, made = typing.get_type_hints(kind), documentation(kind), []
+    for item in dataclasses.fields(kind):
+        hint, where = hints[item.name], f"{path}{item.name}"
+        if dataclasses.is_dataclass(hint):
+            made.append((item.name, _only_common(hint, f"{where}.")))
+        else:
+            told = Annotated[hint, tyro.conf.arg(help=docs[item.name])]
+            made.append((item.name, told if where in COMMON else Annotated[told, tyro.conf.Suppress]))
+    return dataclasses.make_dataclass(kind.__name__, made, namespace={"__doc__": kind.__doc__})
+
+
+def _as_kind(kind: Any, value: Any) -> Any:
+    hints = typing.get_type_hints(kind)
+    parts = {name: getattr(value, name) for name in hints}
+    return kind(**{name: _as_kind(hints[name], part) if dataclasses.is_dataclass(part) else part for name, part in parts.items()})

@@ -1,0 +1,35 @@
+"""The one kind of error a user can mend, and the words that say how."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Bad configuration or input: one sentence with the field, the numbers and the nearest valid values.
+
+    The scripts print it without a traceback and exit with code 2.
+    """
+
+
+class TrainingFault(RuntimeError):
+    """A fault that training detected in itself (NaN, hang, lost peer): the scripts exit with code 3."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """`; did you mean X?` for the closest candidate, or the empty string where nothing is close."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def nearest_multiples(value: int, multiple: int) -> str:
+    """The multiples of `multiple` on both sides of `value`, as words: `96 or 128`."""
+    below = value // multiple * multiple
+    return f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
+
+
+def nearest_divisors(value: int, number: int) -> str:
+    """The divisors of `number` on both sides of `value`, as words: `4 or 6`."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return " or ".join(str(d) for d in below + above)

@@ -1,0 +1,1 @@
+"""Kernels: one folder each, whose xla.py is the specification."""

@@ -1,0 +1,1 @@
+"""The model: layers, the GPT made of them, its loss."""

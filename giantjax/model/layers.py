@@ -1,0 +1,141 @@
+"""The layers of a decoder block, written for one device, each parameter naming its dims.
+
+The letters of array names: B samples, S positions, H hidden, N heads, D head, F feed-forward.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from giantjax.config import ModelConfig
+from giantjax.kernels.attention import causal_attention
+from giantjax.model.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, FEEDFORWARD_OUTPUT, DropoutKey, dropout
+
+
+def matrix(value: Array, *dims: str) -> nnx.Param:
+    """A parameter that weight decay pulls to zero; `dims` names its dims for the sharding table."""
+    return nnx.Param(value, dims=dims, decays=True)
+
+
+def vector(value: Array, *dims: str) -> nnx.Param:
+    """A bias or a scale, which weight decay leaves alone."""
+    return nnx.Param(value, dims=dims, decays=False)
+
+
+def normal(key: Array, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
+    """fp32 samples of a normal distribution around 0."""
+    return std * jax.random.normal(key, shape, jnp.float32)
+
+
+@jax.custom_vjp
+def product(x: Float[Array, "B S *I"], kernel: Float[Array, "..."]) -> Float[Array, "B S *O"]:
+    """The matrix product of activations with an fp32 kernel `[*I, *O]` cast to their type.
+
+    The kernel's gradient is accumulated in fp32 and never rounded to the compute type, which matters once many
+    microbatches are summed (Megatron's fp32 gradient accumulation fusion).
+    """
+    inner = x.ndim - 2
+    return lax.dot_general(x, kernel.astype(x.dtype), ((tuple(range(2, x.ndim)), tuple(range(inner))), ((), ())))
+
+
+def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product(x, kernel), (x, kernel)
+
+
+def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    inner = x.ndim - 2
+    outer = tuple(range(inner, kernel.ndim))
+    dx = lax.dot_general(dy, kernel.astype(dy.dtype), ((tuple(range(2, dy.ndim)), outer), ((), ())))
+    dkernel = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+    return dx, dkernel
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the hidden dim (Ba et al., 2016), in fp32."""
+
+    def __init__(self, config: ModelConfig):
+        self.scale = vector(jnp.ones(config.hidden_size), "hidden")
+        self.bias = vector(jnp.zeros(config.hidden_size), "hidden")
+        self.epsilon = config.layer_norm_epsilon
+
+    def __call__(self, x: Float[Array, "B S H"]) -> Float[Array, "B S H"]:
+        """Normalised `x` in the type of `x`."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, -1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), -1, keepdims=True)
+        return (centred * lax.rsqrt(variance + self.epsilon) * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
+class Dense(nnx.Module):
+    """y = x W + b, over one or more input and output dims."""
+
+    def __init__(self, key: Array, inputs: dict[str, int], outputs: dict[str, int], std: float):
+        shape = (*inputs.values(), *outputs.values())
+        self.kernel = matrix(normal(key, shape, std), *inputs, *outputs)
+        self.bias = vector(jnp.zeros(tuple(outputs.values())), *outputs)
+
+    def __call__(self, x: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
+        """`x` projected, in the type of `x`."""
+        return product(x, self.kernel[...]) + self.bias[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Multi-head causal self-attention."""
+
+    def __init__(self, config: ModelConfig, key: Array):
+        hidden, heads = {"hidden": config.hidden_size}, {"heads": config.num_heads, "head": config.head_size}
+        qkv_key, output_key = jax.random.split(key)
+        self.qkv = Dense(qkv_key, hidden, {"qkv": 3} | heads, config.init_std)
+        self.output = Dense(output_key, heads, hidden, config.init_std / math.sqrt(2 * config.num_layers))
+        self.rate = config.attention_dropout
+
+    def __call__(self, x: Float[Array, "B S H"], layer: Array | int, key: DropoutKey | None) -> Float[Array, "B S H"]:
+        """Attention over the positions of each sample."""
+        qkv_BSCND = checkpoint_name(self.qkv(x), "qkv")
+        q_BSND, k_BSND, v_BSND = (qkv_BSCND[:, :, i] for i in range(3))
+        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS))
+        return self.output(checkpoint_name(context_BSND, "context"))
+
+
+class FeedForward(nnx.Module):
+    """Two projections with a GELU between them (Hendrycks and Gimpel, 2016)."""
+
+    def __init__(self, config: ModelConfig, key: Array):
+        hidden, inner = {"hidden": config.hidden_size}, {"inner": config.inner_size}
+        up_key, down_key = jax.random.split(key)
+        self.up = Dense(up_key, hidden, inner, config.init_std)
+        self.down = Dense(down_key, inner, hidden, config.init_std / math.sqrt(2 * config.num_layers))
+        self.approximate = config.activation == "gelu-tanh"
+
+    def __call__(self, x: Float[Array, "B S H"]) -> Float[Array, "B S H"]:
+        """The layer's output, position by position."""
+        up_BSF = checkpoint_name(self.up(x), "up")
+        return self.down(jax.nn.gelu(up_BSF, approximate=self.approximate))
+
+
+class Block(nnx.Module):
+    """A pre-LayerNorm transformer block: attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, key: Array):
+        attention_key, feedforward_key = jax.random.split(key)
+        self.attention_norm = LayerNorm(config)
+        self.attention = Attention(config, attention_key)
+        self.feedforward_norm = LayerNorm(config)
+        self.feedforward = FeedForward(config, feedforward_key)
+        self.rate = config.hidden_dropout
+
+    def __call__(self, x: Float[Array, "B S H"], layer: Array | int, key: DropoutKey | None = None) -> Float[Array, "B S H"]:
+        """The residual stream after this block; `layer` is the block's index, which dropout depends on."""
+        attended = self.attention(self.attention_norm(x), layer, key)
+        x = checkpoint_name(x + dropout(attended, self.rate, key, layer, ATTENTION_OUTPUT), "residual")
+        fed = self.feedforward(self.feedforward_norm(x))
+        return x + dropout(fed, self.rate, key, layer, FEEDFORWARD_OUTPUT)

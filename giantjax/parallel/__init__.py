@@ -1,0 +1,1 @@
+"""Meshes and what is spread over them."""

@@ -1,0 +1,45 @@
+"""One table from the dims of parameters and batches to mesh axes."""
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from giantjax.errors import did_you_mean
+from giantjax.parallel.mesh import BATCH_AXES
+
+MeshAxes = str | tuple[str, ...] | None
+
+TABLE: dict[str, MeshAxes] = {
+    "batch": BATCH_AXES,
+    "layers": None,
+    "vocabulary": None,
+    "position": None,
+    "hidden": None,
+    "qkv": None,
+    "heads": None,
+    "head": None,
+    "inner": None,
+}
+"""Which mesh axes share each dim; None is replicated."""
+
+
+def partition_spec(dims: tuple[str, ...]) -> PartitionSpec:
+    """How an array with these dims lies on the mesh.
+
+    Raises:
+        ValueError: a dim is not in the table.
+    """
+    for dim in dims:
+        if dim not in TABLE:
+            raise ValueError(f"the sharding table has no dim {dim!r}{did_you_mean(dim, TABLE)}")
+    return PartitionSpec(*(TABLE[dim] for dim in dims))
+
+
+def partition_specs(dims: PyTree) -> PyTree:
+    """`partition_spec` of every tuple of dims in a tree."""
+    return jax.tree.map(partition_spec, dims, is_leaf=lambda value: isinstance(value, tuple))
+
+
+def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
+    """`specs` as shardings of `mesh`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda value: isinstance(value, PartitionSpec))

@@ -1,0 +1,1 @@
+"""What a plan costs, from configuration and hardware facts alone: no jax."""

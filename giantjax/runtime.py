@@ -1,0 +1,43 @@
+"""What JAX reads once, before it starts; import this before jax."""
+
+import os
+from pathlib import Path
+
+from giantjax.config import RuntimeConfig
+from giantjax.errors import InputError
+
+
+def cache_folder() -> Path:
+    """Where giantjax keeps what can be made again: $XDG_CACHE_HOME/giantjax or ~/.cache/giantjax."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "giantjax"
+
+
+def start(config: RuntimeConfig) -> None:
+    """Choose devices, memory and the compilation cache, and start JAX.
+
+    Raises:
+        InputError: the compilation cache cannot be written, or the devices cannot be had.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.memory_fraction))
+    if config.num_cpu_devices:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    # C++ libraries warn about GPUs that are not there; a user of the CPU did nothing wrong.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import jax
+
+    if config.num_cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+    if config.compilation_cache != "off":
+        folder = cache_folder() / "compiled" if config.compilation_cache == "auto" else Path(config.compilation_cache)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"runtime.compilation_cache {folder} cannot be made: {error.strerror}; name another folder, or off to compile anew each time"
+            ) from error
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise InputError(f"JAX found no device to run on: {error}") from error

@@ -1,0 +1,97 @@
+"""The books of a run: one record a step, read one step late."""
+
+import math
+import time
+
+import jax
+from tensorboardX import SummaryWriter
+
+from giantjax.config import RunConfig
+from giantjax.errors import TrainingFault
+from giantjax.planner.flops import flops_per_sample
+from giantjax.training.metrics import MetricsFile, Record
+from giantjax.training.progress import ProgressLine
+from giantjax.training.run_directory import RunDirectory
+from giantjax.training.step import StepMetrics
+
+
+class Bookkeeper:
+    """Reads the metrics of each step once the next one runs, and writes them everywhere they go."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, first: int, start_samples: int, progress: ProgressLine, peak: tuple[float, str]):
+        self.config, self.first, self.start_samples, self.progress, self.peak = config, first, start_samples, progress, peak
+        self._file = MetricsFile(run.metrics, first)
+        self._board = SummaryWriter(str(run.tensorboard), purge_step=first + 1) if config.logging.tensorboard else None
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._record: Record | None = None
+        self._clock = time.perf_counter()
+
+    def start_clock(self) -> None:
+        """Count the time of the next step from now: a save or an evaluation is not part of a step."""
+        self._clock = time.perf_counter()
+
+    def consumed_samples(self, step: int) -> int:
+        """Samples of the training data taken up to and including `step`."""
+        return self.start_samples + (step - self.first) * self.config.training.global_batch_size
+
+    def push(self, step: int, metrics: StepMetrics) -> None:
+        """Take the metrics of a step just dispatched, and write those of the step before, which has ended by now."""
+        self.write()
+        self._pending = (step, metrics)
+
+    def read(self) -> None:
+        """Wait for the last step pushed."""
+        if self._pending:
+            self._record = self._make_record(*self._pending)
+            self._pending = None
+
+    def write(self, **extra: float) -> None:
+        """Write the last step pushed, once, with `extra` in its record.
+
+        Raises:
+            TrainingFault: its loss or gradient norm is not finite.
+        """
+        self.read()
+        if self._record is None:
+            return
+        record, self._record = self._record | extra, None
+        self._file.append(record)
+        if self._board:
+            for name, value in record.items():
+                self._board.add_scalar(name, value, record["step"])
+        self.progress.show(record)
+        if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+            raise TrainingFault(
+                f"at step {record['step']} the loss is {record['loss']} and the gradient norm {record['grad_norm']}; the last checkpoint before "
+                "it is whole, and a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
+            )
+
+    def sync(self) -> None:
+        """Make what is written survive a power failure, before a checkpoint counts on it."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close every file."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+    def _make_record(self, step: int, metrics: StepMetrics) -> Record:
+        loss, grad_norm, learning_rate = (float(value) for value in jax.device_get(metrics))
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        samples, consumed = self.config.training.global_batch_size, self.consumed_samples(step)
+        return {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "step_time_s": seconds,
+            "tokens_per_s": samples * self.config.model.sequence_length / seconds,
+            "samples_per_s": samples / seconds,
+            "mfu": samples * flops_per_sample(self.config.model) / seconds / (self.peak[0] * self.config.mesh.num_devices),
+            "consumed_samples": consumed,
+            "consumed_tokens": consumed * self.config.model.sequence_length,
+            "loss_scale": 1.0,
+            "skipped": 0,
+        }

@@ -1,0 +1,139 @@
+"""The training loop, read from top to bottom."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from tensorboardX import SummaryWriter
+
+from giantjax.checkpoint import CheckpointStore, Position, check_resume
+from giantjax.config import RunConfig
+from giantjax.data.loader import Source, fingerprint, training_batches, validation_batches
+from giantjax.errors import TrainingFault
+from giantjax.model.gpt import Batch, gpt
+from giantjax.parallel.mesh import build_mesh
+from giantjax.planner.flops import flops_per_sample, num_parameters
+from giantjax.training.metrics import MetricsFile, Record, peak_flops
+from giantjax.training.optimizer import build_optimizer
+from giantjax.training.precision import DTYPES, resolve_precision
+from giantjax.training.progress import ProgressLine
+from giantjax.training.run_directory import RunDirectory, write_config
+from giantjax.training.state import TrainState, abstract_state, init_state
+from giantjax.training.step import BATCH_SPEC, StepMetrics, build_eval_step, build_train_step
+from giantjax.training.stop import StopRequest
+
+SAVED_ON_SIGNAL = 143
+
+
+def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_data: Source | None) -> int:
+    """Train from the latest checkpoint, or from the start, to the last step; returns the exit code.
+
+    Raises:
+        InputError: the mesh does not fit the devices, or the run in the directory had another configuration.
+        TrainingFault: the loss or the gradients are no longer finite.
+    """
+    stop = StopRequest()
+    mesh = build_mesh(config.mesh)
+    precision, reason = resolve_precision(config.training.precision, mesh.devices.flat[0])
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
+    model = gpt(config.model, DTYPES[precision], config.mesh.tensor)
+    optimizer = build_optimizer(config, model.decays)
+    corpus, total = fingerprint(train_data), config.training.num_steps
+
+    with CheckpointStore(run.checkpoints, config.checkpoint) as store, ProgressLine(total, config.logging.every) as progress:
+        first = store.latest_step() or 0
+        if first:
+            position = store.read_position(first)
+            for sentence in check_resume(config, corpus, position):
+                progress.say(sentence)
+            state = store.read_state(first, abstract_state(model, optimizer, mesh))
+        else:
+            state = init_state(model, optimizer, mesh, config.seed)
+        write_config(run, config)
+        start_samples = position.consumed_samples if first else 0
+        book = Bookkeeper(config, run, first, start_samples, progress, peak_flops(mesh.devices.flat[0], precision))
+        progress.say(
+            f"{config.name}: {num_parameters(config.model):,} parameters, {precision} ({reason}), {mesh.size} of {jax.device_count()} "
+            f"{jax.devices()[0].device_kind} devices, {config.num_microbatches} microbatches of {config.microbatch_size} x {mesh.shape['data']}, "
+            f"MFU against {book.peak[0] / 1e12:.2f} TFLOP/s a device ({book.peak[1]}), run directory {run.path}"
+        )
+        if first:
+            progress.say(f"resuming after step {first}" if first < total else f"nothing to do: step {first} of {total} is done")
+        if first >= total:
+            return 0
+
+        placement = NamedSharding(mesh, BATCH_SPEC)
+        batches = training_batches(
+            train_data,
+            seed=config.seed,
+            sequence_length=config.model.sequence_length,
+            global_batch_size=config.training.global_batch_size,
+            start_sample=start_samples,
+            vocabulary_size=config.model.vocabulary_size,
+            prefetch=config.data.prefetch,
+        )
+        batch = jax.device_put(next(batches), placement)
+        begin = time.perf_counter()
+        train_step = build_train_step(config, model, optimizer, mesh).lower(state, batch).compile()
+        evaluate = Evaluation(config, validation_data, build_eval_step(config, model, optimizer, mesh), placement)
+        progress.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+
+        book.start_clock()
+        for step in range(first + 1, total + 1):
+            state, metrics = train_step(state, batch)
+            book.push(step, metrics)
+            # The next batch is fetched and sent while the device works on this one.
+            if step < total:
+                batch = jax.device_put(next(batches), placement)
+            if evaluate.is_due(step):
+                book.read()
+                book.write(validation_loss=evaluate(state))
+                book.start_clock()
+            if stop.name or step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                book.write()
+                book.sync()
+                store.save(state, Position(step, book.consumed_samples(step), config.seed, corpus, dataclasses.asdict(config)))
+                book.start_clock()
+            if stop.name and step < total:
+                store.wait()
+                progress.say(f"stopped by {stop.name} after step {step}, which is saved; the same command goes on from there")
+                return SAVED_ON_SIGNAL
+        book.close()
+    return 0
+
+
+@dataclass
+class Evaluation:
+    """The loss on held-out data, every so often and at the end."""
+
+    config: RunConfig
+    data: Source | None
+    eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+    placement: NamedSharding
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is followed by an evaluation."""
+        every = self.config.training.eval_every
+        return self.data is not None and every > 0 and (step % every == 0 or step == self.config.training.num_steps)
+
+    def __call__(self, state: TrainState) -> float:
+        """Mean loss a position over the samples of one evaluation, in nats."""
+        assert self.data is not None
+        sums = [self.eval_step(state.params, jax.device_put(batch, self.placement)) for batch in self._batches(self.data)]
+        losses, counts = np.array(jax.device_get(sums), np.float64).sum(axis=0)
+        return float(losses / counts)
+
+    def _batches(self, data: Source) -> Iterator[Batch]:
+        return validation_batches(
+            data,
+            sequence_length=self.config.model.sequence_length,
+            batch_size=self.config.training.global_batch_size,
+            num_samples=self.config.training.eval_samples,
+            vocabulary_size=self.config.model.vocabulary_size,
+        )

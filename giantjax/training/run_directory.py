@@ -1,0 +1,110 @@
+"""The directory of a run: made, checked and written before any device work."""
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from giantjax.config import RunConfig
+from giantjax.errors import InputError
+from giantjax.fields import from_dict
+from giantjax.planner.memory import checkpoint_bytes, in_words
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of what a run writes."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The fully resolved configuration, as JSON."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a run resumes from."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+
+def directory_of(config: RunConfig) -> RunDirectory:
+    """Where `config` says the run lives."""
+    return RunDirectory(Path(config.run_dir or Path("runs") / config.name))
+
+
+def check_run_directory(config: RunConfig) -> RunDirectory:
+    """Make the run directory and make sure that it can hold the run; leaves nothing new behind where it cannot.
+
+    Raises:
+        InputError: it cannot be made or written, or its disk has no room for the checkpoints kept.
+    """
+    run = directory_of(config)
+    made = [path for path in (run.path, *run.path.parents) if not path.exists()]
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        probe = run.path / ".writable"
+        probe.write_bytes(b"0" * 4096)
+        probe.unlink()
+        _check_room(config, run)
+    except OSError as error:
+        _remove(made)
+        raise InputError(f"the run directory {run.path} cannot be written: {error.strerror}; name another with --run-dir") from error
+    except InputError:
+        _remove(made)
+        raise
+    return run
+
+
+def _check_room(config: RunConfig, run: RunDirectory) -> None:
+    # One more than are kept: the oldest is deleted only after the newest is whole. Zipped zeros make the first
+    # checkpoints smaller than this, never larger.
+    held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file()) if run.checkpoints.exists() else 0
+    each, free = checkpoint_bytes(config), shutil.disk_usage(run.path).free
+    needed = each * (config.checkpoint.keep + 1)
+    if needed > free + held:
+        fitting = (free + held) // each - 1
+        advice = f"set checkpoint.keep to {fitting} or " if fitting >= 1 else ""
+        raise InputError(
+            f"the run directory {run.path} has room for {in_words(free + held)}, but checkpoint.keep {config.checkpoint.keep} + 1 checkpoints of "
+            f"{in_words(each)} need {in_words(needed)}; {advice}name a larger disk with --run-dir"
+        )
+
+
+def _remove(made: list[Path]) -> None:
+    """Take back the directories this process made, deepest first."""
+    for path in made:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_config(run: RunDirectory, config: RunConfig) -> None:
+    """Write config.json aside and rename it, so that a kill leaves the old one or the new one."""
+    aside = run.path / "config.json.part"
+    aside.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, run.config)
+
+
+def read_config(run: RunDirectory) -> RunConfig:
+    """The configuration of an existing run.
+
+    Raises:
+        InputError: the directory holds no run, or its config.json cannot be read.
+    """
+    if not run.config.exists():
+        raise InputError(f"{run.path} is not the directory of a run: it has no config.json")
+    try:
+        return from_dict(RunConfig, json.loads(run.config.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{run.config} is not valid JSON: {error}") from error

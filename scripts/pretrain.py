@@ -1,0 +1,28 @@
+"""Train a GPT: python scripts/pretrain.py --config NAME [--section.field VALUE ...]."""
+
+import sys
+
+from giantjax import command_line, runtime
+from giantjax.cluster import this_machine
+from giantjax.planner.fit import check_fits
+
+
+def main() -> int:
+    """Check everything that can be checked without a device, then train."""
+    config = command_line.parse_run(sys.argv[1:], "Train a GPT, or go on training where its run directory stands.")
+    check_fits(config, this_machine(config.runtime.num_cpu_devices), map(command_line.preset, command_line.preset_names()))
+
+    from giantjax.data.loader import open_sources
+    from giantjax.training.run_directory import check_run_directory
+
+    train_data, validation_data = open_sources(config)
+    run = check_run_directory(config)
+    runtime.start(config.runtime)
+
+    from giantjax.training.loop import train
+
+    return train(config, run, train_data, validation_data)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)
