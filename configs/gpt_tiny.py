@@ -1,6 +1,6 @@
 """A GPT that learns Python's own source text on a CPU.
 
-    python scripts/pretrain.py --config gpt_tiny
+python scripts/pretrain.py --config gpt_tiny
 """
 
 from giantjax.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig

@@ -37,7 +37,7 @@ def gpu_of_kind(device_kind: str) -> GPU | None:
     family = next((name for name in ("V100", "A100", "H100", "H200") if name in device_kind.upper()), None)
     members = [gpu for gpu in GPUS if family and gpu.name.startswith(family)]
     exact = [gpu for gpu in members if gpu.name.partition("-")[2] in device_kind.upper()]
-    return (exact or members or [None])[0]
+    return next(iter(exact + members), None)
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,14 @@ from giantjax.fields import leaves
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 COMMON = frozenset(
-    "run_dir seed training.num_steps training.global_batch_size training.eval_every training.precision training.recompute "
-    "training.zero_stage optimizer.learning_rate optimizer.warmup mesh.pipe mesh.data mesh.tensor mesh.replica "
-    "pipeline.schedule pipeline.num_microbatches data.train data.validation checkpoint.every checkpoint.keep "
-    "checkpoint.accept_change model.num_layers model.hidden_size model.sequence_length runtime.num_cpu_devices".split()
+    (
+        *("run_dir", "seed", "model.num_layers", "model.hidden_size", "model.sequence_length"),
+        *("training.num_steps", "training.global_batch_size", "training.eval_every", "training.zero_stage"),
+        *("training.precision", "training.recompute", "optimizer.learning_rate", "optimizer.warmup"),
+        *("mesh.pipe", "mesh.data", "mesh.tensor", "mesh.replica", "pipeline.schedule", "pipeline.num_microbatches"),
+        *("data.train", "data.validation", "checkpoint.every", "checkpoint.keep", "checkpoint.accept_change"),
+        "runtime.num_cpu_devices",
+    )
 )
 """Leaves that --help shows; --help-all shows every one."""
 
@@ -119,7 +123,11 @@ def parse(kind: Any, default: Any, arguments: list[str]) -> Any:
 
 def _check_flags(default: RunConfig, arguments: list[str]) -> None:
     known = {"--" + path.replace("_", "-"): path for path in leaves(default)}
-    booleans = {flag.rpartition(".")[0] + ".no-" + flag.rpartition(".")[2] for flag, path in known.items() if isinstance(leaves(default)[path], bool)}
+    booleans = {
+        flag.rpartition(".")[0] + ".no-" + flag.rpartition(".")[2]
+        for flag, path in known.items()
+        if isinstance(leaves(default)[path], bool)
+    }
     for argument in arguments:
         flag = argument.partition("=")[0]
         if argument.startswith("--") and flag not in known and flag not in booleans:
@@ -136,7 +144,9 @@ def _sentence(boxed: str) -> str:
         if line and not line.startswith("╭"):
             statement.append(line)
     text = re.sub(r"^Error parsing [\w.]+: ", "", " ".join(statement))
-    text = re.sub(r"^Error parsing --([\w.-]+): invalid literal for int\(\) with base 10: (.*)$", r"--\1 is \2; it must be a whole number", text)
+    text = re.sub(
+        r"^Error parsing --([\w.-]+): invalid literal for int\(\) with base 10: (.*)$", r"--\1 is \2; it must be a whole number", text
+    )
     text = re.sub(r"^Error parsing --([\w.-]+): could not convert string to float: (.*)$", r"--\1 is \2; it must be a number", text)
     return text.rstrip(".") or "the command line cannot be read"
 
@@ -184,7 +194,7 @@ def _only_common(kind: Any, path: str) -> Any:
         if dataclasses.is_dataclass(hint):
             made.append((item.name, _only_common(hint, f"{where}.")))
         else:
-            told = Annotated[hint, tyro.conf.arg(help=docs[item.name])]
+            told: Any = Annotated[hint, tyro.conf.arg(help=docs[item.name])]  # type: ignore[valid-type]
             made.append((item.name, told if where in COMMON else Annotated[told, tyro.conf.Suppress]))
     return dataclasses.make_dataclass(kind.__name__, made, namespace={"__doc__": kind.__doc__})
 

@@ -109,7 +109,7 @@ class TrainingConfig:
             raise InputError("training.precision is fp16, which needs loss scaling that this version does not have; use auto, fp32 or bf16")
         kind, _, interval = self.recompute.partition(":")
         if self.recompute not in ("none", "selective", "full") and not (kind == "full" and interval.isdecimal() and int(interval) > 0):
-            raise InputError(f"training.recompute is {self.recompute!r}; the policies are none, selective, full and full:K with K at least 1, such as full:2")
+            raise InputError(f"training.recompute is {self.recompute!r}; the policies are none, selective, full and full:K, such as full:2")
 
     @property
     def recompute_interval(self) -> int:
@@ -150,7 +150,8 @@ class OptimizerConfig:
         above_zero("optimizer.epsilon", self.epsilon)
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise InputError(
-                f"optimizer.min_learning_rate is {self.min_learning_rate}; it must lie between 0 and optimizer.learning_rate, {self.learning_rate}"
+                f"optimizer.min_learning_rate is {self.min_learning_rate}; "
+                f"it must lie between 0 and optimizer.learning_rate, {self.learning_rate}"
             )
         at_least("optimizer.warmup", self.warmup, 0)
         if self.decay is not None:
@@ -209,7 +210,9 @@ class PipelineConfig:
         check_types(self, "pipeline")
         known = ("gpipe", "1f1b", "interleaved", "zero-bubble")
         if self.schedule not in known and not self.schedule.endswith(".csv"):
-            raise InputError(f"pipeline.schedule is {self.schedule!r}; it is one of {', '.join(known)} or a .csv file{did_you_mean(self.schedule, known)}")
+            raise InputError(
+                f"pipeline.schedule is {self.schedule!r}; it must be {', '.join(known)} or a .csv file{did_you_mean(self.schedule, known)}"
+            )
         only("pipeline.schedule", self.schedule, "1f1b")
         for name in ("num_microbatches", "microbatch_size"):
             if getattr(self, name) is not None:

@@ -11,7 +11,7 @@ class InputError(ValueError):
     """
 
 
-class TrainingFault(RuntimeError):
+class TrainingFault(RuntimeError):  # noqa: N818 (a fault is what the exit code stands for)
     """A fault that training detected in itself (NaN, hang, lost peer): the scripts exit with code 3."""
 
 

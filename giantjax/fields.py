@@ -4,11 +4,9 @@ import dataclasses
 import math
 import types
 import typing
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from giantjax.errors import InputError, did_you_mean
-
-T = TypeVar("T")
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -20,7 +18,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def from_dict(kind: type[T], values: dict[str, Any], path: str = "") -> T:
+def from_dict(kind: Any, values: dict[str, Any], path: str = "") -> Any:
     """The frozen dataclass `kind` out of what `dataclasses.asdict` made of it, by way of JSON or not.
 
     Raises:

@@ -33,7 +33,8 @@ def start(config: RuntimeConfig) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"runtime.compilation_cache {folder} cannot be made: {error.strerror}; name another folder, or off to compile anew each time"
+                f"runtime.compilation_cache {folder} cannot be made: {error.strerror}; "
+                "name another folder, or off to compile anew each time"
             ) from error
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

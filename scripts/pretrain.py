@@ -13,6 +13,7 @@ def main() -> int:
     check_fits(config, this_machine(config.runtime.num_cpu_devices), map(command_line.preset, command_line.preset_names()))
 
     from giantjax.data.loader import open_sources
+
     from giantjax.training.run_directory import check_run_directory
 
     train_data, validation_data = open_sources(config)

@@ -7,7 +7,6 @@ any shard and any microbatching therefore drops the same elements. The hash chai
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 

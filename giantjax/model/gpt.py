@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig
@@ -78,7 +79,7 @@ class Model:
     """Parameters, last residual stream, batch -> sum of the losses of positions whose loss_mask is not 0, each times its mask."""
 
 
-def gpt(config: ModelConfig, dtype: jnp.dtype = jnp.dtype(jnp.float32), tensor: int = 1) -> Model:
+def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, tensor: int = 1) -> Model:
     """The decoder `config` describes, computing in `dtype`, its vocabulary padded for `tensor` devices."""
 
     def embedding(key: Array) -> Embedding:

@@ -23,8 +23,8 @@ def build_mesh(config: MeshConfig) -> Mesh:
     if len(devices) < needed:
         kind = devices[0].platform.upper()
         raise InputError(
-            f"the mesh needs mesh.pipe {config.pipe} x mesh.replica {config.replica} x mesh.data {config.data} x mesh.tensor {config.tensor} "
-            f"= {needed} devices, but there {'is' if len(devices) == 1 else 'are'} {len(devices)} {kind} device{'s'[: len(devices) != 1]}; "
+            f"the mesh needs mesh.pipe {config.pipe} x mesh.replica {config.replica} x mesh.data {config.data} x "
+            f"mesh.tensor {config.tensor} = {needed} devices, but this machine has {len(devices)} of kind {kind}; "
             f"set mesh.data to {max(1, len(devices) * config.data // needed)}"
             + (f", or add --runtime.num-cpu-devices {needed} to simulate them" if kind == "CPU" else "")
         )

@@ -30,7 +30,7 @@ def check_fits(config: RunConfig, machine: Machine, presets: Iterable[RunConfig]
     largest = max(fitting, key=lambda preset: num_parameters(preset.model), default=None)
     advice = f"the largest shipped config that fits is {largest.name}, and " if largest else ""
     raise InputError(
-        f"{config.name} needs {in_words(needed)} ({needed:,} bytes) {'of memory' if machine.simulated else 'on each GPU'}, but this machine "
-        f"({machine.kind}) has {in_words(machine.memory_bytes)} ({machine.memory_bytes:,} bytes); {advice}"
+        f"{config.name} needs {in_words(needed)} ({needed:,} bytes) {'of memory' if machine.simulated else 'on each GPU'}, "
+        f"but this machine ({machine.kind}) has {in_words(machine.memory_bytes)} ({machine.memory_bytes:,} bytes); {advice}"
         f"`python scripts/plan.py --config {config.name} --cluster v100x4-tcp100` says what would hold it"
     )

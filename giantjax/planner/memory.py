@@ -37,7 +37,9 @@ def memory_need(config: RunConfig, precision: str) -> MemoryNeed:
     kept = {"none": dense + weights, "selective": dense, "full": hidden}[config.training.recompute.partition(":")[0]]
     interval = config.training.recompute_interval
     layer = width * tokens * (16 * hidden + 2 * weights) * interval
-    activations = width * tokens * kept * -(-model.num_layers // interval) + layer + 2 * 4 * tokens * model.padded_vocabulary(config.mesh.tensor)
+    activations = (
+        width * tokens * kept * -(-model.num_layers // interval) + layer + 2 * 4 * tokens * model.padded_vocabulary(config.mesh.tensor)
+    )
     copies = 0 if precision == "fp32" else 2
     return MemoryNeed(12 * parameters, (4 + copies) * parameters, activations)
 

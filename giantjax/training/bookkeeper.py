@@ -18,8 +18,11 @@ from giantjax.training.step import StepMetrics
 class Bookkeeper:
     """Reads the metrics of each step once the next one runs, and writes them everywhere they go."""
 
-    def __init__(self, config: RunConfig, run: RunDirectory, first: int, start_samples: int, progress: ProgressLine, peak: tuple[float, str]):
-        self.config, self.first, self.start_samples, self.progress, self.peak = config, first, start_samples, progress, peak
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, first: int, start_samples: int, progress: ProgressLine, peak: tuple[float, str]
+    ):
+        self.config, self.run, self.first, self.start_samples = config, run, first, start_samples
+        self.progress, self.peak = progress, peak
         self._file = MetricsFile(run.metrics, first)
         self._board = SummaryWriter(str(run.tensorboard), purge_step=first + 1) if config.logging.tensorboard else None
         self._pending: tuple[int, StepMetrics] | None = None
@@ -62,8 +65,8 @@ class Bookkeeper:
         self.progress.show(record)
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
             raise TrainingFault(
-                f"at step {record['step']} the loss is {record['loss']} and the gradient norm {record['grad_norm']}; the last checkpoint before "
-                "it is whole, and a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
+                f"at step {record['step']} the loss is {record['loss']} and the gradient norm {record['grad_norm']}; "
+                "the last checkpoint is whole, and a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
             )
 
     def sync(self) -> None:

@@ -1,7 +1,6 @@
 """The training loop, read from top to bottom."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,22 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from tensorboardX import SummaryWriter
 
 from giantjax.checkpoint import CheckpointStore, Position, check_resume
 from giantjax.config import RunConfig
 from giantjax.data.loader import Source, fingerprint, training_batches, validation_batches
-from giantjax.errors import TrainingFault
 from giantjax.model.gpt import Batch, gpt
 from giantjax.parallel.mesh import build_mesh
-from giantjax.planner.flops import flops_per_sample, num_parameters
-from giantjax.training.metrics import MetricsFile, Record, peak_flops
+from giantjax.planner.flops import num_parameters
+from giantjax.training.bookkeeper import Bookkeeper
+from giantjax.training.metrics import peak_flops
 from giantjax.training.optimizer import build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, write_config
 from giantjax.training.state import TrainState, abstract_state, init_state
-from giantjax.training.step import BATCH_SPEC, StepMetrics, build_eval_step, build_train_step
+from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 from giantjax.training.stop import StopRequest
 
 SAVED_ON_SIGNAL = 143
@@ -58,11 +56,8 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
         write_config(run, config)
         start_samples = position.consumed_samples if first else 0
         book = Bookkeeper(config, run, first, start_samples, progress, peak_flops(mesh.devices.flat[0], precision))
-        progress.say(
-            f"{config.name}: {num_parameters(config.model):,} parameters, {precision} ({reason}), {mesh.size} of {jax.device_count()} "
-            f"{jax.devices()[0].device_kind} devices, {config.num_microbatches} microbatches of {config.microbatch_size} x {mesh.shape['data']}, "
-            f"MFU against {book.peak[0] / 1e12:.2f} TFLOP/s a device ({book.peak[1]}), run directory {run.path}"
-        )
+        for sentence in start_summary(config, reason, book):
+            progress.say(sentence)
         if first:
             progress.say(f"resuming after step {first}" if first < total else f"nothing to do: step {first} of {total} is done")
         if first >= total:
@@ -106,6 +101,17 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
                 return SAVED_ON_SIGNAL
         book.close()
     return 0
+
+
+def start_summary(config: RunConfig, reason: str, book: Bookkeeper) -> list[str]:
+    """What the run is, in two lines."""
+    device, batch = jax.devices()[0], config.training.global_batch_size
+    return [
+        f"{config.name}: {num_parameters(config.model):,} parameters, {config.training.precision} ({reason}), {config.mesh.num_devices} of "
+        f"{jax.device_count()} {device.device_kind} devices, global batch {batch} = microbatch {config.microbatch_size} x "
+        f"{config.num_microbatches} microbatches x data {config.mesh.data}",
+        f"run directory {book.run.path}; MFU counts against {book.peak[0] / 1e12:.2f} TFLOP/s a device ({book.peak[1]})",
+    ]
 
 
 @dataclass

@@ -18,7 +18,9 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     if optimizer.schedule == "wsd":
         decay = optimizer.decay or max(1, total // 5)
         start = max(warmup, total - decay)
-        after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, least, max(1, total - start))], [start - warmup])
+        after = optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, least, max(1, total - start))], [start - warmup]
+        )
     else:
         decay = optimizer.decay or max(1, total - warmup)
         after = {

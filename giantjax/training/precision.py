@@ -25,5 +25,7 @@ def resolve_precision(wanted: str, device: jax.Device) -> tuple[Precision, str]:
             return "fp32", f"auto on a {device.platform.upper()}"
         return ("bf16" if capability >= 8 else "fp32"), f"auto on compute capability {capability}"
     if wanted == "bf16" and capability is not None and capability < 8:
-        raise InputError(f"training.precision is bf16, but {device.device_kind} has compute capability {capability} and bf16 needs 8.0; use fp32")
+        raise InputError(
+            f"training.precision is bf16, but {device.device_kind} has compute capability {capability} and bf16 needs 8.0; use fp32"
+        )
     return ("bf16" if wanted == "bf16" else "fp32"), "as configured"

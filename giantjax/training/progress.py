@@ -31,7 +31,9 @@ class ProgressLine:
         self.num_steps, self.every = num_steps, every
         self._console = Console(soft_wrap=True, highlight=False)
         self._live = self._console.is_terminal
-        self._bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=self._console, transient=False)
+        self._bar = Progress(
+            BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=self._console, transient=False
+        )
         self._task = self._bar.add_task("compiling", total=num_steps)
         self._step_time: float | None = None
 

@@ -78,8 +78,8 @@ def _check_room(config: RunConfig, run: RunDirectory) -> None:
         fitting = (free + held) // each - 1
         advice = f"set checkpoint.keep to {fitting} or " if fitting >= 1 else ""
         raise InputError(
-            f"the run directory {run.path} has room for {in_words(free + held)}, but checkpoint.keep {config.checkpoint.keep} + 1 checkpoints of "
-            f"{in_words(each)} need {in_words(needed)}; {advice}name a larger disk with --run-dir"
+            f"the run directory {run.path} has room for {in_words(free + held)}, but checkpoint.keep {config.checkpoint.keep} + 1 "
+            f"checkpoints of {in_words(each)} need {in_words(needed)}; {advice}name a larger disk with --run-dir"
         )
 
 

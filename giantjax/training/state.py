@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int32, PyTree
+from jaxtyping import Array, PyTree
 
 from giantjax.model.gpt import Model
 from giantjax.parallel.sharding import partition_specs, shardings
@@ -15,9 +15,12 @@ from giantjax.parallel.sharding import partition_specs, shardings
 class TrainState(NamedTuple):
     """Parameters, optimizer state and the number of steps taken."""
 
-    step: Int32[Array, ""]
+    step: PyTree
+    """int32 scalar."""
     params: PyTree
-    optimizer: optax.OptState
+    """fp32, as the model made them."""
+    optimizer: PyTree
+    """Of optax."""
 
 
 def new_state(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:

@@ -1,6 +1,5 @@
 """The train step and the evaluation step: one `shard_map` over the whole mesh."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,8 +29,6 @@ class StepMetrics(NamedTuple):
 
 
 BATCH_SPEC = partition_spec(("batch",))
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-EvalStep = Callable[[Params, Batch], tuple[Array, Array]]
 
 
 def varying(tree: PyTree) -> PyTree:
@@ -48,7 +45,7 @@ def varying(tree: PyTree) -> PyTree:
     return jax.tree.map(mark, tree)
 
 
-def build_train_step(config: RunConfig, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainStep:
+def build_train_step(config: RunConfig, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
     """state, global batch -> next state, metrics. The state is donated; batch arrays lie as `BATCH_SPEC` on the mesh."""
     schedule = learning_rate_schedule(config)
     drops = config.model.attention_dropout > 0 or config.model.hidden_dropout > 0
@@ -83,7 +80,7 @@ def build_train_step(config: RunConfig, model: Model, optimizer: optax.GradientT
     return jax.jit(mapped, donate_argnums=0, out_shardings=(shardings(mesh, specs), shardings(mesh, PartitionSpec())))
 
 
-def build_eval_step(config: RunConfig, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> EvalStep:
+def build_eval_step(config: RunConfig, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
     """parameters, batch -> (sum of losses in nats, number of positions), without dropout."""
 
     def local_eval(params: Params, batch: Batch) -> tuple[Array, Array]:

@@ -1,0 +1,62 @@
+"""Sample from the latest checkpoint of a run: python scripts/generate.py --run DIR --prompt TEXT."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from giantjax import command_line, runtime
+from giantjax.config import RuntimeConfig
+from giantjax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Sample from the latest checkpoint of a run."""
+
+    run: str
+    """Directory of the run."""
+    prompt: str = "\n"
+    """Text to go on from."""
+    max_tokens: int = 400
+    """Tokens to add at most; an end-of-document token ends earlier."""
+    temperature: float = 0.8
+    """Randomness: 0 always takes the likeliest token."""
+    seed: int = 0
+    """Seed of the samples."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InputError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"--temperature is {self.temperature}; it must be a number of at least 0")
+        if not self.prompt:
+            raise InputError("--prompt is empty; give at least one character to go on from")
+
+
+def main() -> int:
+    """Print the prompt and what follows it."""
+    arguments = command_line.parse(Arguments, None, sys.argv[1:])
+    from giantjax.training.run_directory import RunDirectory, read_config
+
+    run = RunDirectory(Path(arguments.run))
+    config = read_config(run)
+    runtime.start(RuntimeConfig())
+
+    from giantjax.checkpoint import load_params
+    from giantjax.data.tokenizer import load_tokenizer
+    from giantjax.generate import generate
+
+    tokenizer = load_tokenizer("bytes")
+    _, params = load_params(run.checkpoints, config)
+    prompt = tokenizer.encode(arguments.prompt)
+    found = [int(token) for token in prompt]
+    for token in generate(config, params, prompt, temperature=arguments.temperature, seed=arguments.seed):
+        if token == tokenizer.end_of_document or len(found) - len(prompt) == arguments.max_tokens:
+            break
+        found.append(token)
+    print(tokenizer.decode(found))
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)
