@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from giantjax.config import CheckpointConfig, RunConfig
 from giantjax.errors import InputError, did_you_mean
 from giantjax.fields import from_dict, leaves
+from giantjax.model.gpt import Params, gpt
 
 STATE, POSITION = "state", "position"
 
@@ -117,3 +119,20 @@ def check_resume(config: RunConfig, corpus: str, position: Position) -> list[str
             f"`--checkpoint.accept-change {' '.join(refused)}` to change them now, or name another --run-dir"
         )
     return [f"accepted change: {path} was {before[path]} and is {now[path]}" for path in changed]
+
+
+def load_params(folder: Path, config: RunConfig) -> tuple[int, Params]:
+    """The step and the parameters of the newest checkpoint in `folder`, on the first device.
+
+    Raises:
+        InputError: there is no whole checkpoint.
+    """
+    manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True), item_names=(STATE,))
+    step = manager.latest_step() if folder.exists() else None
+    if step is None:
+        raise InputError(f"{folder} holds no whole checkpoint; train first, or wait for the first save")
+    place = SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.eval_shape(gpt(config.model, tensor=config.mesh.tensor).init, jax.random.key(0))
+    abstract = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)}
+    arguments = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)
+    return step, manager.restore(step, args=ocp.args.Composite(**{STATE: arguments}))[STATE]["params"]

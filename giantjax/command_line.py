@@ -96,7 +96,7 @@ def parse_run(arguments: list[str], description: str) -> RunConfig:
     if name is None:
         raise InputError(f"--config NAME is missing; shipped configs: {', '.join(preset_names())}")
     _check_flags(default, rest)
-    return parse(RunConfig, default, rest)
+    return parse(RunConfig, rest, default)
 
 
 def take_option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
@@ -111,13 +111,15 @@ def take_option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]
     return None, arguments
 
 
-def parse(kind: Any, default: Any, arguments: list[str]) -> Any:
-    """tyro's reading of `arguments`, its complaint turned into one sentence."""
+def parse(kind: Any, arguments: list[str], default: Any = tyro.MISSING_NONPROP) -> Any:
+    """tyro's reading of `arguments` as a `kind`, its complaint turned into one sentence."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), _wide_terminal():
         try:
-            return tyro.cli(kind, default=default, args=arguments, add_help=False)
+            return tyro.cli(kind, default=default, args=arguments)
         except SystemExit as stop:
+            if stop.code == 0:
+                raise
             raise InputError(_sentence(printed.getvalue())) from stop
 
 

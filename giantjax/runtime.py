@@ -8,8 +8,19 @@ from giantjax.errors import InputError
 
 
 def cache_folder() -> Path:
-    """Where giantjax keeps what can be made again: $XDG_CACHE_HOME/giantjax or ~/.cache/giantjax."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "giantjax"
+    """Where giantjax keeps what can be made again: $XDG_CACHE_HOME/giantjax or ~/.cache/giantjax.
+
+    Raises:
+        InputError: neither is known.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification asks that a relative path be ignored.
+    if named.is_absolute():
+        return named / "giantjax"
+    try:
+        return Path.home() / ".cache" / "giantjax"
+    except RuntimeError as error:
+        raise InputError("this user has no home folder to keep a cache in; set XDG_CACHE_HOME to an absolute path") from error
 
 
 def start(config: RuntimeConfig) -> None:
@@ -24,7 +35,10 @@ def start(config: RuntimeConfig) -> None:
     # C++ libraries warn about GPUs that are not there; a user of the CPU did nothing wrong.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import jax
+    from absl import logging
 
+    # orbax warns of its own defaults.
+    logging.set_verbosity(logging.ERROR)
     if config.num_cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
     if config.compilation_cache != "off":

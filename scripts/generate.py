@@ -35,7 +35,7 @@ class Arguments:
 
 def main() -> int:
     """Print the prompt and what follows it."""
-    arguments = command_line.parse(Arguments, None, sys.argv[1:])
+    arguments = command_line.parse(Arguments, sys.argv[1:])
     from giantjax.training.run_directory import RunDirectory, read_config
 
     run = RunDirectory(Path(arguments.run))

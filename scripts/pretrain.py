@@ -12,7 +12,7 @@ def main() -> int:
     config = command_line.parse_run(sys.argv[1:], "Train a GPT, or go on training where its run directory stands.")
     check_fits(config, this_machine(config.runtime.num_cpu_devices), map(command_line.preset, command_line.preset_names()))
 
-    from giantjax.data.loader import open_sources
+    from giantjax.data.sources import open_sources
 
     from giantjax.training.run_directory import check_run_directory
 

@@ -43,6 +43,8 @@ class TokenizerRecord:
     def __post_init__(self) -> None:
         check_types(self, "")
         at_least("vocabulary_size", self.vocabulary_size, 1)
+        if not 0 <= self.end_of_document < self.vocabulary_size:
+            raise InputError(f"end_of_document is {self.end_of_document}; it must lie below vocabulary_size, {self.vocabulary_size}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +98,12 @@ class IndexedDataset:
             return self.tokens[start:stop]
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         last = int(np.searchsorted(self.starts, stop, side="left"))
-        parts = [self.sequence(index) for index in range(first, last)]
-        begin = start - int(self.starts[first])
-        return np.concatenate([*parts, self.tokens[:0]])[begin : begin + stop - start]
+        # Views, so that a window into long sequences copies no more than itself.
+        parts = [
+            self.sequence(index)[max(start - place, 0) : stop - place]
+            for index, place in enumerate(self.starts[first:last].tolist(), first)
+        ]
+        return np.concatenate(parts) if parts else self.tokens[:0]
 
 
 def without_ending(prefix: str) -> str:

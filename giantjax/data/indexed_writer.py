@@ -6,17 +6,16 @@ import json
 import os
 import uuid
 from array import array
-from collections.abc import Callable, Iterator
-from typing import IO, TypeVar
+from collections.abc import Iterator
+from typing import IO
 
 import numpy as np
 
 from giantjax.data.indexed import DTYPES, HEADER, MAGIC, PIECE, TokenizerRecord, token_dtype
 from giantjax.errors import InputError
 
-T = TypeVar("T")
-# The index stores lengths as int32. A longer document is written as several sequences, which is what
-# Megatron's document index is for.
+# The index stores lengths as int32. A longer document becomes several sequences, which is what Megatron's
+# document index is for.
 LONGEST_SEQUENCE = 2**31 - 1
 # In this order the files get their names: a pair that has an index is whole.
 ENDINGS = (".bin", ".json", ".idx")
@@ -27,8 +26,9 @@ class IndexedWriter:
 
     def __init__(self, path: str, dtype: np.dtype) -> None:
         self._path, self._dtype = path, dtype
-        # Buffered: documents may be a few tokens long.
-        self._file: IO[bytes] = _attempt(path, lambda: open(path, "xb", buffering=PIECE))
+        with _refusals(path):
+            # Buffered, for documents may be a few tokens long; closed by whoever made this writer.
+            self._file: IO[bytes] = open(path, "xb", buffering=PIECE)  # noqa: SIM115
         self._lengths = array("i")
         self._document_index = array("q", [0])
         self._pending = 0
@@ -48,9 +48,9 @@ class IndexedWriter:
         limits = np.iinfo(self._dtype)
         if len(ids) and (ids.min() < limits.min or ids.max() > limits.max):
             wrong = ids.max() if ids.max() > limits.max else ids.min()
-            raise InputError(f"the token id {wrong} does not fit {self._dtype.name}, in which the vocabulary is stored")
-        data = np.ascontiguousarray(ids, self._dtype).data
-        _attempt(self._path, lambda: self._file.write(data))
+            raise InputError(f"the token id {wrong} does not fit {self._dtype.name}, in which this vocabulary is stored")
+        with _refusals(self._path):
+            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
         self.num_tokens += len(ids)
         self._pending += len(ids)
         while self._pending > LONGEST_SEQUENCE:
@@ -58,51 +58,54 @@ class IndexedWriter:
             self._pending -= LONGEST_SEQUENCE
 
     def end_sequence(self) -> None:
-        """End a sequence inside a document."""
+        """End a sequence inside the current document."""
         self._lengths.append(self._pending)
         self._pending = 0
 
     def end_document(self) -> None:
-        """End the current document, and with it its last sequence if that has any token or is the only one."""
+        """End the current document, and with it the tokens appended since its last sequence ended."""
         if self._pending or len(self._lengths) == self._document_index[-1]:
             self.end_sequence()
         self._document_index.append(len(self._lengths))
 
-    def close(self) -> None:
-        """Put all tokens on the disk."""
-        _attempt(self._path, lambda: _sync_and_close(self._file))
+    def finish(self, index_path: str) -> None:
+        """Put all tokens on the disk, and their index into `index_path`.
 
-    def write_index(self, path: str) -> None:
-        """Write the index of what was appended."""
-        _attempt(path, lambda: self._write_index(path))
+        Raises:
+            InputError: the disk is full, or there was no token.
+        """
+        if self.num_tokens == 0:
+            raise InputError(f"there is not a single token to write to {_final_name(self._path)}")
+        with _refusals(self._path):
+            _sync_and_close(self._file)
+        with _refusals(index_path), open(index_path, "xb") as file:
+            self._write_index(file)
+            _sync_and_close(file)
 
     def abandon(self) -> None:
         """Close the file, whatever state it is in."""
-        # A full disk fails again here, on what was still buffered, and has been reported already.
+        # A full disk refuses here once more what was still buffered; it has been reported already.
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _write_index(self, path: str) -> None:
-        codes = {np.dtype(name): code for code, name in DTYPES.items()}
-        counts = (len(self._lengths), len(self._document_index))
+    def _write_index(self, file: IO[bytes]) -> None:
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self._dtype)
         lengths = np.frombuffer(self._lengths, np.int32)
-        with open(path, "xb") as file:
-            file.write(HEADER.pack(MAGIC, 1, codes[self._dtype], *counts))
-            file.write(lengths.astype("<i4", copy=False).data)
-            offset = 0
-            for first in range(0, len(lengths), PIECE):
-                ends = offset + np.cumsum(lengths[first : first + PIECE], dtype=np.int64) * self._dtype.itemsize
-                file.write(np.concatenate(([offset], ends[:-1])).astype("<i8").data)
-                offset = int(ends[-1])
-            file.write(np.frombuffer(self._document_index, np.int64).astype("<i8", copy=False).data)
-            _sync_and_close(file)
+        file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(self._document_index)))
+        file.write(lengths.astype("<i4", copy=False).data)
+        offset = 0
+        for first in range(0, len(lengths), PIECE):
+            ends = offset + np.cumsum(lengths[first : first + PIECE], dtype=np.int64) * self._dtype.itemsize
+            file.write(np.concatenate(([offset], ends[:-1])).astype("<i8", copy=False).data)
+            offset = int(ends[-1])
+        file.write(np.frombuffer(self._document_index, np.int64).astype("<i8", copy=False).data)
 
 
 @contextlib.contextmanager
 def write_indexed(prefix: str, record: TokenizerRecord | None = None, dtype: np.dtype | None = None) -> Iterator[IndexedWriter]:
     """Write a pair: `with write_indexed(prefix, record) as writer: writer.append(ids); writer.end_document()`.
 
-    Everything goes to files aside in the folder of `prefix`. When the block ends they are put on the disk and
+    Everything goes to files aside, in the folder of `prefix`. When the block ends they are put on the disk and
     renamed, the index last; when it raises they are removed.
 
     Args:
@@ -118,18 +121,15 @@ def write_indexed(prefix: str, record: TokenizerRecord | None = None, dtype: np.
             raise TypeError("write_indexed needs a record or a dtype")
         dtype = token_dtype(record.vocabulary_size)
     refuse_existing(prefix)
-    aside = {ending: f"{prefix}{ending}.{uuid.uuid4().hex[:8]}.partial" for ending in ENDINGS}
-    if record is None:
-        del aside[".json"]
+    aside = {ending: f"{prefix}{ending}.{uuid.uuid4().hex[:8]}.partial" for ending in ENDINGS if record or ending != ".json"}
     writer = IndexedWriter(aside[".bin"], np.dtype(dtype).newbyteorder("<"))
     try:
         yield writer
-        writer.close()
-        if writer.num_tokens == 0:
-            raise InputError(f"there is not a single token to write to {prefix}.bin")
+        writer.finish(aside[".idx"])
         if record is not None:
-            _write_record(aside[".json"], record)
-        writer.write_index(aside[".idx"])
+            with _refusals(aside[".json"]), open(aside[".json"], "xb") as file:
+                file.write(json.dumps(dataclasses.asdict(record)).encode() + b"\n")
+                _sync_and_close(file)
         _give_names(prefix, aside)
     finally:
         writer.abandon()
@@ -145,37 +145,30 @@ def refuse_existing(prefix: str) -> None:
             raise InputError(f"{prefix}{ending} exists already; remove it, or choose another PREFIX")
 
 
+def sync_folder(path: str) -> None:
+    """Put the names of a folder's files on the disk, where its file system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _give_names(prefix: str, aside: dict[str, str]) -> None:
-    """Rename the files aside; all of them or, after an error, none."""
+    """Rename the files aside: all of them or, after an error, none."""
     refuse_existing(prefix)
     named: list[str] = []
     try:
         for ending, path in aside.items():
-            _attempt(prefix + ending, lambda path=path, ending=ending: os.rename(path, prefix + ending))  # type: ignore[misc]
+            with _refusals(path):
+                os.rename(path, prefix + ending)
             named.append(prefix + ending)
-        sync_folder(os.path.dirname(prefix) or ".")
     except BaseException:
         for path in reversed(named):
             os.unlink(path)
         raise
-
-
-def sync_folder(path: str) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_record(path: str, record: TokenizerRecord) -> None:
-    def write() -> None:
-        with open(path, "xb") as file:
-            file.write(json.dumps(dataclasses.asdict(record)).encode() + b"\n")
-            _sync_and_close(file)
-
-    _attempt(path, write)
+    sync_folder(os.path.dirname(prefix) or ".")
 
 
 def _sync_and_close(file: IO[bytes]) -> None:
@@ -184,10 +177,14 @@ def _sync_and_close(file: IO[bytes]) -> None:
     file.close()
 
 
-def _attempt(path: str, write: Callable[[], T]) -> T:
-    """What `write` returns, or the system's refusal as an InputError about `path`."""
+@contextlib.contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    """The system's refusal to write a file aside, as an InputError about the file it was to become."""
     try:
-        return write()
+        yield
     except OSError as error:
-        final = path.removesuffix(".partial").rpartition(".")[0] if path.endswith(".partial") else path
-        raise InputError(f"cannot write {final}: {error.strerror or error}") from error
+        raise InputError(f"cannot write {_final_name(path)}: {error.strerror or error}") from error
+
+
+def _final_name(path: str) -> str:
+    return path.removesuffix(".partial").rpartition(".")[0]

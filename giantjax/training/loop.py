@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 
 from giantjax.checkpoint import CheckpointStore, Position, check_resume
 from giantjax.config import RunConfig
-from giantjax.data.loader import Source, fingerprint, training_batches, validation_batches
+from giantjax.data.loader import training_batches, validation_batches
+from giantjax.data.sources import Source, fingerprint
 from giantjax.model.gpt import Batch, gpt
 from giantjax.parallel.mesh import build_mesh
 from giantjax.planner.flops import num_parameters

@@ -1,0 +1,28 @@
+"""JAX for every test: eight simulated CPU devices, full fp32 products, compiled programs kept between runs."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    # The fusion emitters of this XLA take five times as long to compile a small CPU program; later ones do not know the flag.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+# One folder for all workers and runs, so that none compiles what another has.
+jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / f"giantjax-tests-{os.getuid()}"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of data and measurements beside the checkout."""
+    folder = Path(__file__).parents[1].parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the reference data in {folder}, which is not there")
+    return folder

@@ -1,0 +1,161 @@
+"""What several tests need: tolerances, small models and batches, weights in Hugging Face's layout."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from giantjax.config import MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainingConfig
+from giantjax.model.dropout import DropoutKey, dropout_key
+from giantjax.model.gpt import Batch, Model, Params, apply_blocks, gpt
+from giantjax.parallel.mesh import build_mesh
+from giantjax.training.optimizer import build_optimizer
+from giantjax.training.state import TrainState
+from giantjax.training.step import BATCH_SPEC, StepMetrics, build_train_step
+
+FORWARD = 1e-5
+GRADIENT = 1e-4
+
+
+def relative_error(a: Any, b: Any) -> float:
+    """max|a - b| / max|b| of the worst array of two pytrees alike; NaN where either holds one."""
+
+    def one(x: Any, y: Any) -> float:
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape, f"shapes differ: {x.shape} and {y.shape}"
+        difference, size = float(np.max(np.abs(x - y))), float(np.max(np.abs(y)))
+        return difference / size if size else (0.0 if difference == 0 else np.inf * difference)
+
+    return float(np.max(jax.tree.leaves(jax.tree.map(one, a, b))))
+
+
+def small_model(**changes: Any) -> ModelConfig:
+    """Two layers and a vocabulary of 61 padded to 64, with `changes`."""
+    sizes: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_heads=4, sequence_length=16, vocabulary_size=61, vocabulary_multiple=64)
+    return ModelConfig(**(sizes | changes))
+
+
+def random_params(model: Model, seed: int = 0) -> Params:
+    """Initial parameters plus noise of 0.02, so that no bias is 0 and no scale is 1."""
+    params = model.init(jax.random.key(seed))
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noise = [0.02 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.map(jnp.add, params, jax.tree.unflatten(treedef, noise))
+
+
+def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> Batch:
+    """Random tokens, targets that follow them, and a mask of ones."""
+    tokens = np.random.default_rng(seed).integers(0, config.vocabulary_size, (num_samples, config.sequence_length + 1), np.int32)
+    return {
+        "tokens": jnp.asarray(tokens[:, :-1]),
+        "targets": jnp.asarray(tokens[:, 1:]),
+        "loss_mask": jnp.ones((num_samples, config.sequence_length), jnp.float32),
+        "sample": jnp.arange(100, 100 + num_samples, dtype=jnp.uint32),
+    }
+
+
+def key_of(batch: Batch, step: int = 0) -> DropoutKey:
+    """A dropout key for `batch`."""
+    return dropout_key(1234, jnp.int32(step), batch["sample"])
+
+
+def logits_of(model: Model, params: Params, batch: Batch, key: DropoutKey | None = None, recompute: str = "none") -> Array:
+    """fp32 logits over the padded vocabulary."""
+    return model.logits(params, apply_blocks(model, params["blocks"], model.embed(params, batch, key), key, recompute))
+
+
+def loss_of(model: Model, params: Params, batch: Batch, key: DropoutKey | None = None, recompute: str = "none") -> Array:
+    """The masked sum of losses."""
+    return model.loss(params, apply_blocks(model, params["blocks"], model.embed(params, batch, key), key, recompute), batch)
+
+
+def loss_and_grads(model: Model, recompute: str = "none") -> Callable[..., tuple[Array, Params]]:
+    """parameters, batch, optional dropout key -> loss and gradients, compiled."""
+    return jax.jit(jax.value_and_grad(lambda params, batch, key=None: loss_of(model, params, batch, key, recompute)))
+
+
+def run_config(
+    model: ModelConfig, *, num_steps: int, batch_size: int, data: int = 1, num_microbatches: int = 1, **optimizer: Any
+) -> RunConfig:
+    """A run of `model` in fp32 on `data` devices."""
+    return RunConfig(
+        name="test",
+        model=model,
+        training=TrainingConfig(num_steps=num_steps, global_batch_size=batch_size, precision="fp32"),
+        optimizer=OptimizerConfig(**optimizer),
+        mesh=MeshConfig(data=data),
+        pipeline=PipelineConfig(num_microbatches=num_microbatches),
+        seed=7,
+    )
+
+
+def train(config: RunConfig, params: Params, batches: list[Batch]) -> tuple[StepMetrics, TrainState]:
+    """One step a batch from `params`: the metrics of all steps stacked, and the last state, both on the host."""
+    mesh, model = build_mesh(config.mesh), gpt(config.model, tensor=config.mesh.tensor)
+    optimizer = build_optimizer(config, model.decays)
+    step = build_train_step(config, model, optimizer, mesh)
+    # The state is donated, and may share memory with what it was made of.
+    state = jax.tree.map(jnp.array, TrainState(jnp.int32(0), params, optimizer.init(params)))
+    metrics = []
+    for batch in batches:
+        state, measured = step(state, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC)))
+        metrics.append(jax.device_get(measured))
+    return StepMetrics(*np.array(metrics, np.float64).T), jax.device_get(state)
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """The fp32 arrays of a safetensors file: a u64 length, a JSON header, the data."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    arrays = {}
+    for name, entry in json.loads(content[8:start]).items():
+        if name != "__metadata__":
+            assert entry["dtype"] == "F32", f"{name} in {path} is {entry['dtype']}"
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            arrays[name] = np.frombuffer(content[begin:end], "<f4").reshape(entry["shape"])
+    return arrays
+
+
+def from_huggingface(tensors: Mapping[str, np.ndarray], config: ModelConfig) -> Params:
+    """Parameters from the tensors of a GPT2LMHeadModel, whose kernels are [inputs, outputs]."""
+    hidden, heads, size = config.hidden_size, config.num_heads, config.head_size
+
+    def stacked(name: str, *shape: int) -> Array:
+        layers = [tensors[f"transformer.h.{layer}.{name}"] for layer in range(config.num_layers)]
+        return jnp.asarray(np.stack([layer.reshape(shape or layer.shape) for layer in layers]))
+
+    def rows(name: str) -> Array:
+        return jnp.pad(jnp.asarray(tensors[name]), ((0, config.padded_vocabulary() - config.vocabulary_size), (0, 0)))
+
+    def norm(name: str) -> Params:
+        return {"scale": stacked(f"{name}.weight"), "bias": stacked(f"{name}.bias")}
+
+    head: Params = {"norm": {"scale": jnp.asarray(tensors["transformer.ln_f.weight"]), "bias": jnp.asarray(tensors["transformer.ln_f.bias"])}}
+    if config.head == "untied":
+        head["output"] = rows("lm_head.weight")
+    return {
+        "embedding": {"token": rows("transformer.wte.weight"), "position": jnp.asarray(tensors["transformer.wpe.weight"])},
+        "blocks": {
+            "attention_norm": norm("ln_1"),
+            "attention": {
+                "qkv": {
+                    "kernel": stacked("attn.c_attn.weight", hidden, 3, heads, size),
+                    "bias": stacked("attn.c_attn.bias", 3, heads, size),
+                },
+                "output": {"kernel": stacked("attn.c_proj.weight", heads, size, hidden), "bias": stacked("attn.c_proj.bias")},
+            },
+            "feedforward_norm": norm("ln_2"),
+            "feedforward": {
+                "up": {"kernel": stacked("mlp.c_fc.weight"), "bias": stacked("mlp.c_fc.bias")},
+                "down": {"kernel": stacked("mlp.c_proj.weight"), "bias": stacked("mlp.c_proj.bias")},
+            },
+        },
+        "head": head,
+    }

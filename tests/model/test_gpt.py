@@ -1,0 +1,192 @@
+"""The model as a function: what its loss depends on, how it starts, what its options mean."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import erf
+
+from giantjax.config import ModelConfig
+from giantjax.model.gpt import Model, Params, apply_blocks, gpt
+from giantjax.model.layers import FeedForward
+from giantjax.model.loss import mask_padding
+from tests.helpers import FORWARD, GRADIENT, key_of, logits_of, loss_and_grads, loss_of, random_batch, random_params, relative_error, small_model
+
+CONFIG = small_model()
+MODEL = gpt(CONFIG)
+LOSS_AND_GRADS = loss_and_grads(MODEL)
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return random_params(MODEL)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_loss_at_a_position_has_no_gradient_into_later_positions(params, rate):
+    config = replace(CONFIG, attention_dropout=rate, hidden_dropout=rate)
+    model, batch, positions = gpt(config), random_batch(config, 2), jnp.arange(config.sequence_length)
+    key = key_of(batch) if rate else None
+
+    def loss_at(x, position):
+        only = jnp.broadcast_to(positions == position, batch["loss_mask"].shape).astype(jnp.float32)
+        return model.loss(params, apply_blocks(model, params["blocks"], x, key, "none"), batch | {"loss_mask": only})
+
+    x = model.embed(params, batch, None)
+    gradients_TBSH = jax.jit(jax.vmap(jax.grad(loss_at), (None, 0)))(x, positions)
+    largest_TS = np.max(np.abs(gradients_TBSH), axis=(1, 3))
+    assert np.all(largest_TS[np.triu_indices_from(largest_TS, 1)] == 0)
+    assert np.all(largest_TS[np.tril_indices_from(largest_TS)] > 0)
+
+
+@pytest.mark.parametrize("target", [0, -1, CONFIG.vocabulary_size, 10**6], ids=["real", "negative", "padding", "beyond"])
+def test_masked_positions_may_hold_any_target(params, target):
+    batch = random_batch(CONFIG, 3)
+    batch["loss_mask"] = jnp.asarray(np.random.default_rng(1).integers(0, 2, batch["loss_mask"].shape), jnp.float32)
+    changed = batch | {"targets": jnp.where(batch["loss_mask"] == 0, target, batch["targets"])}
+    assert relative_error(LOSS_AND_GRADS(params, changed), LOSS_AND_GRADS(params, batch)) == 0
+
+
+def test_fractional_masks_weigh_the_loss(params):
+    batch = random_batch(CONFIG, 3)
+    weights = jnp.asarray(np.random.default_rng(1).random(batch["loss_mask"].shape), jnp.float32)
+    at_each = [loss_of(MODEL, params, batch | {"loss_mask": jnp.zeros_like(weights).at[0, t].set(1)}) for t in (0, 5)]
+    both = loss_of(MODEL, params, batch | {"loss_mask": jnp.zeros_like(weights).at[0, 0].set(0.25).at[0, 5].set(2)})
+    assert relative_error(both, 0.25 * at_each[0] + 2 * at_each[1]) <= FORWARD
+
+
+def test_padded_batch_rows_add_nothing(params):
+    batch = random_batch(CONFIG, 3)
+    rows = {name: jnp.concatenate([array, array[:2]]) for name, array in batch.items()}
+    rows["loss_mask"] = rows["loss_mask"].at[3:].set(0)
+    loss, grads = LOSS_AND_GRADS(params, rows)
+    expected_loss, expected_grads = LOSS_AND_GRADS(params, batch)
+    assert relative_error(loss, expected_loss) <= FORWARD
+    assert relative_error(grads, expected_grads) <= GRADIENT
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_padded_vocabulary_equals_the_unpadded_one(head):
+    size = CONFIG.vocabulary_size
+    padded, bare = gpt(replace(CONFIG, head=head)), gpt(replace(CONFIG, head=head, vocabulary_multiple=1))
+    batch, key = random_batch(CONFIG, 3), jax.random.key(3)
+    loss, grads = loss_and_grads(padded)(padded.init(key), batch)
+    expected_loss, expected_grads = loss_and_grads(bare)(bare.init(key), batch)
+
+    def cut(tree: Params) -> Params:
+        return jax.tree.map(lambda a: a[:size] if a.shape[0] == CONFIG.padded_vocabulary() else a, tree)
+
+    def padding(tree: Params) -> list[jax.Array]:
+        return [a[size:] for a in jax.tree.leaves(tree) if a.shape[0] == CONFIG.padded_vocabulary()]
+
+    assert relative_error(loss, expected_loss) <= FORWARD
+    assert relative_error(cut(grads), expected_grads) <= GRADIENT
+    assert len(padding(grads)) == (2 if head == "untied" else 1)
+    assert all(np.all(rows == 0) for rows in padding(grads))
+
+
+def test_padding_never_wins_however_large_its_weights(params):
+    size, batch = CONFIG.vocabulary_size, random_batch(CONFIG, 3)
+    token = params["embedding"]["token"]
+    loud = params | {"embedding": params["embedding"] | {"token": token.at[size:].set(100 * jnp.abs(token[:1]) + 100)}}
+    logits = logits_of(MODEL, loud, batch)
+    assert np.any(np.argmax(logits, -1) >= size), "the padding would win if it were not masked"
+    masked = mask_padding(logits, size)
+    assert np.all(np.isneginf(masked[..., size:])) and np.array_equal(masked[..., :size], logits[..., :size])
+    assert relative_error(LOSS_AND_GRADS(loud, batch)[0], LOSS_AND_GRADS(params, batch)[0]) == 0
+
+
+def test_blocks_are_stacked_by_layer_and_start_apart(params):
+    init = MODEL.init(jax.random.key(0))
+    leading = {leaf.shape[0] for leaf in jax.tree.leaves(init["blocks"])}
+    assert leading == {CONFIG.num_layers}
+    kernels = [leaf for leaf, decays in zip(jax.tree.leaves(init["blocks"]), jax.tree.leaves(MODEL.decays["blocks"]), strict=True) if decays]
+    assert len(kernels) == 4
+    assert all(not np.any(kernel[0] == kernel[1]) for kernel in kernels)
+
+
+def test_stacked_blocks_run_in_layer_order(params):
+    batch = random_batch(CONFIG, 2)
+    x = model_input = MODEL.embed(params, batch, None)
+    for layer in range(CONFIG.num_layers):
+        x = MODEL.block(jax.tree.map(lambda a, layer=layer: a[layer], params["blocks"]), x, jnp.int32(layer), None)
+    assert relative_error(apply_blocks(MODEL, params["blocks"], model_input, None, "none"), x) <= FORWARD
+
+
+def test_a_layer_starts_the_same_whatever_the_depth():
+    shallow, deep = gpt(replace(CONFIG, num_layers=3)), gpt(replace(CONFIG, num_layers=5))
+    few, many = (model.init(jax.random.key(0))["blocks"] for model in (shallow, deep))
+    many = jax.tree.map(lambda a: a[:3], many)
+    # Projections into the residual stream are scaled by the depth, and by nothing else.
+    for dense in (many["attention"]["output"], many["feedforward"]["down"]):
+        dense["kernel"] *= math.sqrt(5 / 3)
+    assert relative_error(many, few) <= 1e-6
+
+
+def test_start_does_not_depend_on_vocabulary_padding():
+    key, size = jax.random.key(0), CONFIG.vocabulary_size
+    config = replace(CONFIG, head="untied")
+    one, four = gpt(config).init(key), gpt(config, tensor=4).init(key)
+    assert four["embedding"]["token"].shape[0] == 256 and four["head"]["output"].shape[0] == 256
+    assert np.array_equal(one["embedding"]["token"][:size], four["embedding"]["token"][:size])
+    assert np.array_equal(one["head"]["output"][:size], four["head"]["output"][:size])
+    assert relative_error(four["blocks"], one["blocks"]) == 0
+    assert not np.any(one["embedding"]["token"] == one["head"]["output"])
+
+
+def test_spread_of_initial_weights():
+    config = small_model(num_layers=8, hidden_size=64, sequence_length=128, vocabulary_size=256, head="untied", init_std=0.03)
+    params = gpt(config).init(jax.random.key(1))
+    blocks = params["blocks"]
+    straight = [blocks["attention"]["qkv"], blocks["feedforward"]["up"]]
+    into_residual = [blocks["attention"]["output"], blocks["feedforward"]["down"]]
+    for kernel in [dense["kernel"] for dense in straight] + [*params["embedding"].values(), params["head"]["output"]]:
+        assert np.std(kernel) == pytest.approx(0.03, rel=0.05) and abs(np.mean(kernel)) < 0.03 * 0.05
+    for dense in into_residual:
+        assert np.std(dense["kernel"]) == pytest.approx(0.03 / math.sqrt(2 * 8), rel=0.05)
+    assert all(np.all(dense["bias"] == 0) for dense in straight + into_residual)
+    for norm in (blocks["attention_norm"], blocks["feedforward_norm"], params["head"]["norm"]):
+        assert np.all(norm["scale"] == 1) and np.all(norm["bias"] == 0)
+
+
+def test_tied_head_is_the_untied_one_with_equal_weights(params):
+    untied, batch = gpt(replace(CONFIG, head="untied")), random_batch(CONFIG, 3)
+    assert "output" not in params["head"]
+    same = params | {"head": params["head"] | {"output": params["embedding"]["token"]}}
+    loss, grads = loss_and_grads(untied)(same, batch)
+    tied_loss, tied_grads = LOSS_AND_GRADS(params, batch)
+    assert relative_error(loss, tied_loss) <= FORWARD
+    assert relative_error(grads["embedding"]["token"] + grads["head"]["output"], tied_grads["embedding"]["token"]) <= GRADIENT
+    other = same | {"head": same["head"] | {"output": same["head"]["output"][::-1]}}
+    assert relative_error(loss_and_grads(untied)(other, batch)[0], loss) > FORWARD
+
+
+@pytest.mark.parametrize("activation", ["gelu-tanh", "gelu-erf"])
+def test_activation_is_the_gelu_it_is_named_after(activation):
+    x = np.linspace(-6, 6, 480).reshape(3, 10, 16)
+    exactly = 0.5 * x * (1 + erf(x / math.sqrt(2)))
+    by_tanh = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    right, wrong = (by_tanh, exactly) if activation == "gelu-tanh" else (exactly, by_tanh)
+    layer = FeedForward(small_model(hidden_size=16, feedforward_size=16, activation=activation), jax.random.key(0))
+    layer.up.kernel[...] = layer.down.kernel[...] = jnp.eye(16)
+    y = layer(jnp.asarray(x, jnp.float32))
+    assert relative_error(y, right) <= FORWARD
+    assert relative_error(y, wrong) > FORWARD
+
+
+def test_every_dim_of_a_parameter_has_a_name():
+    for config in (CONFIG, replace(CONFIG, head="untied")):
+        model: Model = gpt(config)
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        jax.tree.map(lambda leaf, dims: pytest.fail(f"{dims} of {leaf.shape}") if len(dims) != leaf.ndim else None, shapes, model.dims)
+
+
+def test_dropout_changes_the_loss_by_step_and_only_with_a_key(params):
+    config: ModelConfig = replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2)
+    model, batch = gpt(config), random_batch(config, 3)
+    dropped = [float(loss_of(model, params, batch, key_of(batch, step))) for step in (0, 0, 1)]
+    assert dropped[0] == dropped[1] != dropped[2]
+    assert relative_error(loss_of(model, params, batch), loss_of(MODEL, params, batch)) == 0
