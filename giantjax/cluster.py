@@ -1,11 +1,14 @@
 """Hardware facts: GPUs and the memory of this machine. No jax."""
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from giantjax.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,40 @@ def gpu_of_kind(device_kind: str) -> GPU | None:
     members = [gpu for gpu in GPUS if family and gpu.name.startswith(family)]
     exact = [gpu for gpu in members if gpu.name.partition("-")[2] in device_kind.upper()]
     return next(iter(exact + members), None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes on one network."""
+
+    name: str
+    gpu: GPU
+    num_nodes: int
+    gpus_per_node: int = 8
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+
+REFERENCE_GPUS = {"v100": "V100-32GB", "a100": "A100-40GB"}
+
+
+def cluster_of_name(name: str) -> Cluster:
+    """A cluster of reference nodes, such as `v100x4-tcp100`: 4 nodes of 8 V100-32GB on 100 Gb/s TCP.
+
+    Raises:
+        InputError: the name is not of this form.
+    """
+    parts = re.fullmatch(r"(v100|a100)x([1-9][0-9]{0,2})-(tcp|rdma)([1-9][0-9]{0,3})", name)
+    if parts is None:
+        raise InputError(
+            f"there is no cluster {name}; a name is GPUxNODES-NETWORKGBITS with v100 or a100 and tcp or rdma, "
+            "such as v100x4-tcp100 or a100x4-rdma800"
+        )
+    gpu = next(gpu for gpu in GPUS if gpu.name == REFERENCE_GPUS[parts[1]])
+    return Cluster(name, gpu, int(parts[2]))
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,8 @@ def _sentence(boxed: str) -> str:
         r"^Error parsing --([\w.-]+): invalid literal for int\(\) with base 10: (.*)$", r"--\1 is \2; it must be a whole number", text
     )
     text = re.sub(r"^Error parsing --([\w.-]+): could not convert string to float: (.*)$", r"--\1 is \2; it must be a number", text)
+    text = re.sub(r"^Missing from \S+: (--[\w.-]+).*$", r"\1 is missing", text)
+    text = re.sub(r"^Missing value for argument '(--[\w.-]+)'.*$", r"\1 is missing its value", text)
     return text.rstrip(".") or "the command line cannot be read"
 
 

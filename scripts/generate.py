@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from giantjax import command_line, runtime
-from giantjax.config import RuntimeConfig
+from giantjax.config import RunConfig, RuntimeConfig
+from giantjax.data.indexed import TokenizerRecord
 from giantjax.errors import InputError
 
 
@@ -36,17 +37,18 @@ class Arguments:
 def main() -> int:
     """Print the prompt and what follows it."""
     arguments = command_line.parse(Arguments, sys.argv[1:])
-    from giantjax.training.run_directory import RunDirectory, read_config
+    from giantjax.training.run_directory import RunDirectory, read_record
 
     run = RunDirectory(Path(arguments.run))
-    config = read_config(run)
+    config = read_record(run, run.config, RunConfig)
+    record = read_record(run, run.tokenizer, TokenizerRecord)
     runtime.start(RuntimeConfig())
 
     from giantjax.checkpoint import load_params
     from giantjax.data.tokenizer import load_tokenizer
     from giantjax.generate import generate
 
-    tokenizer = load_tokenizer("bytes")
+    tokenizer = load_tokenizer(record.tokenizer)
     _, params = load_params(run.checkpoints, config)
     prompt = tokenizer.encode(arguments.prompt)
     found = [int(token) for token in prompt]

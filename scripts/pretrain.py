@@ -13,7 +13,6 @@ def main() -> int:
     check_fits(config, this_machine(config.runtime.num_cpu_devices), map(command_line.preset, command_line.preset_names()))
 
     from giantjax.data.sources import open_sources
-
     from giantjax.training.run_directory import check_run_directory
 
     train_data, validation_data = open_sources(config)

@@ -1,1 +1,1 @@
-"""Corpora: indexed token files, tokenizers, and the order in which training reads them."""
+"""Corpora: Megatron's indexed files, tokenizers, samples and batches."""

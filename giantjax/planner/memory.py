@@ -23,23 +23,23 @@ class MemoryNeed:
         return self.state + self.gradients + self.activations
 
 
-def memory_need(config: RunConfig, precision: str) -> MemoryNeed:
-    """Bytes a device of the run needs when it computes in `precision`, fp32 or bf16.
+def memory_need(config: RunConfig, precision: str, pipe: int = 1, tensor: int = 1) -> MemoryNeed:
+    """Bytes a device of the run needs when it computes in `precision`, fp32 or bf16, on `pipe` stages of `tensor` devices.
 
     Activations follow Korthikanti et al. (2022), in elements per token and layer: what the recompute policy keeps,
-    plus what one layer needs while its backward pass runs.
+    plus what one layer needs while its backward pass runs. Under 1F1B the first stage holds `pipe` microbatches of
+    1/`pipe` of the layers, so that stages do not divide activations.
     """
     model, width = config.model, 4 if precision == "fp32" else 2
-    parameters = num_parameters(model, config.mesh.tensor)
+    parameters = -(-num_parameters(model, tensor) // (pipe * tensor))
     hidden, tokens = model.hidden_size, config.microbatch_size * model.sequence_length
     weights = model.num_heads * model.sequence_length
     dense = 6 * hidden + model.inner_size
     kept = {"none": dense + weights, "selective": dense, "full": hidden}[config.training.recompute.partition(":")[0]]
     interval = config.training.recompute_interval
     layer = width * tokens * (16 * hidden + 2 * weights) * interval
-    activations = (
-        width * tokens * kept * -(-model.num_layers // interval) + layer + 2 * 4 * tokens * model.padded_vocabulary(config.mesh.tensor)
-    )
+    logits = 2 * 4 * tokens * model.padded_vocabulary(tensor)
+    activations = (width * tokens * kept * -(-model.num_layers // interval) + layer + logits) // tensor
     copies = 0 if precision == "fp32" else 2
     return MemoryNeed(12 * parameters, (4 + copies) * parameters, activations)
 

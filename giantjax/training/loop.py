@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 
 from giantjax.checkpoint import CheckpointStore, Position, check_resume
 from giantjax.config import RunConfig
-from giantjax.data.loader import training_batches, validation_batches
+from giantjax.data.indexed import IndexedDataset
+from giantjax.data.loader import Batch, training_batches, validation_batches
 from giantjax.data.sources import Source, fingerprint
-from giantjax.model.gpt import Batch, gpt
+from giantjax.model.gpt import gpt
 from giantjax.parallel.mesh import build_mesh
 from giantjax.planner.flops import num_parameters
 from giantjax.training.bookkeeper import Bookkeeper
@@ -22,7 +23,7 @@ from giantjax.training.metrics import peak_flops
 from giantjax.training.optimizer import build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.progress import ProgressLine
-from giantjax.training.run_directory import RunDirectory, write_config
+from giantjax.training.run_directory import RunDirectory, write_record
 from giantjax.training.state import TrainState, abstract_state, init_state
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 from giantjax.training.stop import StopRequest
@@ -54,7 +55,9 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
             state = store.read_state(first, abstract_state(model, optimizer, mesh))
         else:
             state = init_state(model, optimizer, mesh, config.seed)
-        write_config(run, config)
+        write_record(run.config, config)
+        if isinstance(train_data, IndexedDataset) and train_data.record:
+            write_record(run.tokenizer, train_data.record)
         start_samples = position.consumed_samples if first else 0
         book = Bookkeeper(config, run, first, start_samples, progress, peak_flops(mesh.devices.flat[0], precision))
         for sentence in start_summary(config, reason, book):

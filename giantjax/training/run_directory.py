@@ -6,11 +6,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
 from giantjax.fields import from_dict
 from giantjax.planner.memory import checkpoint_bytes, in_words
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,11 @@ class RunDirectory:
     def config(self) -> Path:
         """The fully resolved configuration, as JSON."""
         return self.path / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The record of the tokenizer of the training data."""
+        return self.path / "tokenizer.json"
 
     @property
     def metrics(self) -> Path:
@@ -89,22 +97,22 @@ def _remove(made: list[Path]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_config(run: RunDirectory, config: RunConfig) -> None:
-    """Write config.json aside and rename it, so that a kill leaves the old one or the new one."""
-    aside = run.path / "config.json.part"
-    aside.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, run.config)
+def write_record(path: Path, record: Any) -> None:
+    """Write a dataclass as JSON aside and rename it, so that a kill leaves the old file or the new one."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, path)
 
 
-def read_config(run: RunDirectory) -> RunConfig:
-    """The configuration of an existing run.
+def read_record(run: RunDirectory, path: Path, kind: type[T]) -> T:
+    """The dataclass `kind` that `write_record` wrote to `path`.
 
     Raises:
-        InputError: the directory holds no run, or its config.json cannot be read.
+        InputError: the directory holds no run, or the file cannot be read.
     """
-    if not run.config.exists():
-        raise InputError(f"{run.path} is not the directory of a run: it has no config.json")
+    if not path.exists():
+        raise InputError(f"{run.path} is not the directory of a run that could be used here: it has no {path.name}")
     try:
-        return from_dict(RunConfig, json.loads(run.config.read_text(encoding="utf-8")))
+        return from_dict(kind, json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:
-        raise InputError(f"{run.config} is not valid JSON: {error}") from error
+        raise InputError(f"{path} is not valid JSON: {error}") from error
