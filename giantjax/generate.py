@@ -1,6 +1,6 @@
 """Sampling from a model, without a key-value cache: each token looks at the whole window again."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from giantjax.model.gpt import Params, apply_blocks, gpt
 from giantjax.model.loss import mask_padding
 
 
-def generate(config: RunConfig, params: Params, prompt: Int[np.ndarray, "T"], *, temperature: float, seed: int) -> Iterator[int]:
+def generate(
+    config: RunConfig, params: Params, prompt: Int[np.ndarray, "T"], *, temperature: float, seed: int
+) -> Generator[int, None, None]:
     """Token ids that follow `prompt`, one at a time, without end; temperature 0 takes the likeliest.
 
     The model sees the last sequence_length tokens. Token number i depends on (seed, i) and what came before.
