@@ -28,16 +28,20 @@ def dropout_key(seed: int, step: Array, sample: UInt32[Array, "B"]) -> DropoutKe
     return DropoutKey(_mix(jnp.uint32(seed), step), sample.astype(jnp.uint32))
 
 
-def dropout(x: Float[Array, "B ..."], rate: float, key: DropoutKey | None, layer: Array | int, site: int) -> Float[Array, "B ..."]:
+def dropout(
+    x: Float[Array, "B ..."], rate: float, key: DropoutKey | None, layer: Array | int, site: int, first: Array | int = 0
+) -> Float[Array, "B ..."]:
     """`x` with elements dropped with probability `rate` and the others scaled by 1 / (1 - rate); `x` itself without a key.
 
-    The dims of `x` after the first are counted from 0: (position, feature) or (head, query, key).
+    The dims of `x` after the first are counted: (position, feature) or (head, query, key). The first of them is counted
+    from `first`, which is where a device's share of the positions or heads begins; the others from 0.
     """
     if key is None or rate == 0:
         return x
     hashed = _mix(_mix(_mix(key.step, jnp.uint32(site)), jnp.asarray(layer).astype(jnp.uint32)), key.sample)
-    for size in x.shape[1:]:
-        hashed = _mix(hashed[..., None], jnp.arange(size, dtype=jnp.uint32))
+    for dim, size in enumerate(x.shape[1:]):
+        counter = jnp.arange(size, dtype=jnp.uint32)
+        hashed = _mix(hashed[..., None], counter + jnp.asarray(first).astype(jnp.uint32) if dim == 0 else counter)
     kept = hashed >= jnp.uint32(round(rate * 2**32))
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 

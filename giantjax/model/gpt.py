@@ -11,47 +11,55 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig
-from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout
+from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout, dropout_key
 from giantjax.model.layers import Block, LayerNorm, matrix, normal
 from giantjax.model.loss import cross_entropy
-
-Params = dict[str, Any]
-Batch = dict[str, Array]
-"""tokens int32 [B, S], targets int32 [B, S], loss_mask fp32 [B, S], sample uint32 [B]."""
+from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
+from giantjax.parallel.stages import Batch, Model, Params
 
 
 class Embedding(nnx.Module):
     """Token and learned position embeddings."""
 
-    def __init__(self, config: ModelConfig, key: Array, tensor: int):
+    def __init__(self, config: ModelConfig, comm: Communication, tensor: int, key: Array):
         token_key, position_key = jax.random.split(key)
         size = config.hidden_size
         # Rows of the padding are drawn with the others, so that the first rows do not depend on the padding's size.
         self.token = matrix(_rows(token_key, config.padded_vocabulary(tensor), size, config.init_std), "vocabulary", "hidden")
         self.position = matrix(_rows(position_key, config.sequence_length, size, config.init_std), "position", "hidden")
+        self.comm = comm
 
-    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S H"]:
+    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B s H"]:
         """The sum of both embeddings, fp32."""
-        return self.token[...][tokens] + self.position[...][: tokens.shape[1]]
+        rows = self.token[...]
+        if self.comm.axis is None:
+            looked_up = rows[tokens]
+        else:
+            # Each device looks up the tokens whose rows it holds; the others get zeros, which the sum leaves out.
+            own = tokens - self.comm.index() * rows.shape[0]
+            held = (own >= 0) & (own < rows.shape[0])
+            looked_up = self.comm.scatter_sequence(jnp.where(held[..., None], rows[jnp.where(held, own, 0)], 0))
+        return looked_up + self.position[...][own_part(self.comm, looked_up.shape[1])]
 
 
 class Head(nnx.Module):
     """The last LayerNorm and, where it has weights of its own, the output projection."""
 
-    def __init__(self, config: ModelConfig, key: Array, tensor: int):
+    def __init__(self, config: ModelConfig, comm: Communication, tensor: int, key: Array):
         self.norm = LayerNorm(config)
         if config.head == "untied":
             self.output = matrix(_rows(key, config.padded_vocabulary(tensor), config.hidden_size, config.init_std), "vocabulary", "hidden")
+        self.comm = comm
 
-    def __call__(self, x: Float[Array, "B S H"], embedding: Float[Array, "V H"]) -> Float[Array, "B S V"]:
-        """fp32 logits over the padded vocabulary."""
+    def __call__(self, x: Float[Array, "B s H"], embedding: Float[Array, "v H"]) -> Float[Array, "B S v"]:
+        """fp32 logits over this device's part of the padded vocabulary."""
         weights = self.output[...] if hasattr(self, "output") else embedding
-        return jnp.einsum("bsh,vh->bsv", self.norm(x), weights.astype(x.dtype), preferred_element_type=jnp.float32)
+        normed = self.comm.gather_sequence(self.norm(x))
+        return jnp.einsum("bsh,vh->bsv", normed, weights.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def _rows(key: Array, num_rows: int, size: int, std: float) -> Float[Array, "R H"]:
@@ -60,109 +68,66 @@ def _rows(key: Array, num_rows: int, size: int, std: float) -> Float[Array, "R H
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a train step knows of a model: parameters, and pure functions from batch to boundary to loss."""
+class GPT(Model):
+    """The record of a GPT, with its logits, which generation needs."""
 
-    init: Callable[[Array], Params]
-    """PRNG key -> fp32 parameters: {"embedding": ..., "blocks": stacked by layer, "head": ...}."""
-    dims: Params
-    """The names of every parameter's dims, as a tuple in the parameter's place."""
-    decays: Params
-    """Whether weight decay applies, in the parameter's place."""
-    embed: Callable[[Params, Batch, DropoutKey | None], Float[Array, "B S H"]]
-    """Parameters, batch -> the residual stream that enters the first block."""
-    block: Callable[[Params, Float[Array, "B S H"], Array, DropoutKey | None], Float[Array, "B S H"]]
-    """Parameters of one block, residual stream, layer index -> residual stream."""
-    logits: Callable[[Params, Float[Array, "B S H"]], Float[Array, "B S V"]]
-    """Parameters, last residual stream -> fp32 logits over the padded vocabulary."""
-    loss: Callable[[Params, Float[Array, "B S H"], Batch], Float[Array, ""]]
-    """Parameters, last residual stream, batch -> sum of the losses of positions whose loss_mask is not 0, each times its mask."""
+    logits: Callable[[Params, Float[Array, "B s H"]], Float[Array, "B S v"]]
+    """shared, last residual stream -> fp32 logits over this device's part of the padded vocabulary."""
 
 
-def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, tensor: int = 1) -> Model:
-    """The decoder `config` describes, computing in `dtype`, its vocabulary padded for `tensor` devices."""
+def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, comm: Communication = ONE_DEVICE, tensor: int = 1) -> GPT:
+    """The decoder `config` describes.
 
-    def embedding(key: Array) -> Embedding:
-        return Embedding(config, key, tensor)
-
-    def block(key: Array) -> Block:
-        return Block(config, key)
-
-    def head(key: Array) -> Head:
-        return Head(config, key, tensor)
-
-    makers = {"embedding": embedding, "block": block, "head": head}
+    Args:
+        config: its sizes.
+        dtype: of matrix products.
+        seed: of dropout.
+        comm: how devices that share layers talk.
+        tensor: how many they are, which the vocabulary is padded for.
+    """
+    makers: dict[str, Callable[[Array], nnx.Module]] = {
+        "embedding": lambda key: Embedding(config, comm, tensor, key),
+        "blocks": lambda key: Block(config, comm, key),
+        "head": lambda key: Head(config, comm, tensor, key),
+    }
     graphs, abstract = {}, {}
     for name, maker in makers.items():
         graphs[name], abstract[name] = nnx.split(nnx.eval_shape(lambda maker=maker: maker(jax.random.key(0))))
+    drops = config.attention_dropout > 0 or config.hidden_dropout > 0
+
+    def key_of(batch: Batch, step: Array | None) -> DropoutKey | None:
+        return dropout_key(seed, step, batch["sample"]) if drops and step is not None else None
 
     def init(key: Array) -> Params:
-        embedding_key, blocks_key, head_key = jax.random.split(key, 3)
-        layer_keys = jax.vmap(lambda layer: jax.random.fold_in(blocks_key, layer))(jnp.arange(config.num_layers))
-        return {
-            "embedding": _pure(embedding(embedding_key)),
-            "blocks": jax.vmap(lambda layer_key: _pure(block(layer_key)))(layer_keys),
-            "head": _pure(head(head_key)),
-        }
+        keys = dict(zip(makers, jax.random.split(key, len(makers)), strict=True))
+        layer_keys = jax.vmap(lambda layer: jax.random.fold_in(keys["blocks"], layer))(jnp.arange(config.num_layers))
+        params = {name: _pure(maker(keys[name])) for name, maker in makers.items() if name != "blocks"}
+        return params | {"blocks": jax.vmap(lambda layer_key: _pure(makers["blocks"](layer_key)))(layer_keys)}
 
-    def embed(params: Params, batch: Batch, key: DropoutKey | None) -> Array:
-        x = nnx.merge(graphs["embedding"], params["embedding"])(batch["tokens"]).astype(dtype)
-        return dropout(x, config.hidden_dropout, key, config.num_layers, EMBEDDING)
+    def embed(shared: Params, batch: Batch, step: Array | None) -> Array:
+        x = nnx.merge(graphs["embedding"], shared["embedding"])(batch["tokens"]).astype(dtype)
+        first = comm.index() * x.shape[1]
+        return dropout(x, config.hidden_dropout, key_of(batch, step), config.num_layers, EMBEDDING, first)
 
-    def apply_block(params: Params, x: Array, layer: Array, key: DropoutKey | None) -> Array:
-        return nnx.merge(graphs["block"], params)(x, layer, key)
+    def block(shared: Params, params: Params, x: Array, layer: Array, batch: Batch, step: Array | None) -> Array:
+        return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step))
 
-    def logits(params: Params, x: Array) -> Array:
-        return nnx.merge(graphs["head"], params["head"])(x, params["embedding"]["token"])
+    def logits(shared: Params, x: Array) -> Array:
+        return nnx.merge(graphs["head"], shared["head"])(x, shared["embedding"]["token"])
 
-    def loss(params: Params, x: Array, batch: Batch) -> Array:
-        losses = cross_entropy(logits(params, x), batch["targets"], config.vocabulary_size)
-        return jnp.sum(losses * batch["loss_mask"])
+    def loss(shared: Params, x: Array, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:
+        losses = cross_entropy(logits(shared, x), batch["targets"], config.vocabulary_size, comm)
+        return jnp.sum(losses * batch["loss_mask"]), {}
 
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
-    dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims.pop("block"), is_leaf=_is_dims)
+    dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims["blocks"], is_leaf=lambda names: isinstance(names, tuple))
     decays = {name: _metadata(state, "decays") for name, state in abstract.items()}
-    decays["blocks"] = decays.pop("block")
-    return Model(init, dims, decays, embed, apply_block, logits, loss)
+    return GPT(init, dims, decays, embed, block, loss, lambda batch: jnp.sum(batch["loss_mask"]), logits)
 
 
 def _pure(module: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.state(module))
 
 
-def _metadata(state: nnx.State, name: str) -> Params:
+def _metadata(state: Any, name: str) -> Params:
     return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata()[name], state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
-
-
-def _is_dims(value: Any) -> bool:
-    return isinstance(value, tuple)
-
-
-def apply_blocks(model: Model, blocks: Params, x: Float[Array, "B S H"], key: DropoutKey | None, recompute: str) -> Float[Array, "B S H"]:
-    """All stacked blocks in order, keeping for the backward pass what the policy `recompute` names.
-
-    `none` keeps the results of matrix products and redoes only elementwise work; `selective` makes the attention core
-    again too (Korthikanti et al., 2022); `full` keeps only the input of each block; `full:K` of every K-th.
-    """
-    num_layers = jax.tree.leaves(blocks)[0].shape[0]
-    kind, _, interval = recompute.partition(":")
-    every = int(interval or 1)
-    whole = num_layers // every * every
-
-    def one(x: Array, layer_and_params: tuple[Array, Params]) -> tuple[Array, None]:
-        layer, params = layer_and_params
-        return model.block(params, x, layer, key), None
-
-    def group(x: Array, stacked: tuple[Array, Params]) -> tuple[Array, None]:
-        return lax.scan(one, x, stacked)
-
-    layers = (jnp.arange(num_layers), blocks)
-    if kind != "full":
-        kept = ["qkv", "context", "residual", "up"] + (["attention_weights"] if kind == "none" else [])
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
-        return lax.scan(jax.checkpoint(one, policy=policy), x, layers)[0]
-    grouped = jax.tree.map(lambda a: a[:whole].reshape(whole // every, every, *a.shape[1:]), layers)
-    x, _ = lax.scan(jax.checkpoint(group), x, grouped)
-    if whole < num_layers:
-        x, _ = jax.checkpoint(group)(x, jax.tree.map(lambda a: a[whole:], layers))
-    return x

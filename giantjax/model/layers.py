@@ -1,6 +1,7 @@
-"""The layers of a decoder block, written for one device, each parameter naming its dims.
+"""The layers of a decoder block, each parameter naming its dims.
 
-The letters of array names: B samples, S positions, H hidden, N heads, D head, F feed-forward.
+They are written for one device, and ask the `Communication` handed to them where devices that share a layer must talk.
+The letters of array names: B samples, S positions, s this device's share of them, H hidden, N heads, D head, F feed-forward.
 """
 
 import math
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 from giantjax.config import ModelConfig
 from giantjax.kernels.attention import causal_attention
 from giantjax.model.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, FEEDFORWARD_OUTPUT, DropoutKey, dropout
+from giantjax.parallel.communication import Communication, column_parallel, row_parallel
 
 
 def matrix(value: Array, *dims: str) -> nnx.Param:
@@ -76,66 +78,75 @@ class LayerNorm(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """y = x W + b, over one or more input and output dims."""
+    """A kernel and a bias, over one or more input and output dims."""
 
     def __init__(self, key: Array, inputs: dict[str, int], outputs: dict[str, int], std: float):
         shape = (*inputs.values(), *outputs.values())
         self.kernel = matrix(normal(key, shape, std), *inputs, *outputs)
         self.bias = vector(jnp.zeros(tuple(outputs.values())), *outputs)
 
-    def __call__(self, x: Float[Array, "B S ..."]) -> Float[Array, "B S ..."]:
-        """`x` projected, in the type of `x`."""
-        return product(x, self.kernel[...]) + self.bias[...].astype(x.dtype)
+    def columns(self, comm: Communication, x: Float[Array, "B s ..."]) -> Float[Array, "B S ..."]:
+        """x W + b, where devices share the output dims."""
+        return column_parallel(comm, x, lambda x: product(x, self.kernel[...])) + self.bias[...].astype(x.dtype)
+
+    def rows(self, comm: Communication, x: Float[Array, "B S ..."]) -> Float[Array, "B s ..."]:
+        """x W + b, where devices share the input dims."""
+        return row_parallel(comm, x, lambda x: product(x, self.kernel[...])) + self.bias[...].astype(x.dtype)
 
 
 class Attention(nnx.Module):
     """Multi-head causal self-attention."""
 
-    def __init__(self, config: ModelConfig, key: Array):
+    def __init__(self, config: ModelConfig, comm: Communication, key: Array):
+        self.comm = comm
         hidden, heads = {"hidden": config.hidden_size}, {"heads": config.num_heads, "head": config.head_size}
         qkv_key, output_key = jax.random.split(key)
         self.qkv = Dense(qkv_key, hidden, {"qkv": 3} | heads, config.init_std)
         self.output = Dense(output_key, heads, hidden, config.init_std / math.sqrt(2 * config.num_layers))
         self.rate = config.attention_dropout
 
-    def __call__(self, x: Float[Array, "B S H"], layer: Array | int, key: DropoutKey | None) -> Float[Array, "B S H"]:
+    def __call__(self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None) -> Float[Array, "B s H"]:
         """Attention over the positions of each sample."""
-        qkv_BSCND = checkpoint_name(self.qkv(x), "qkv")
+        qkv_BSCND = checkpoint_name(self.qkv.columns(self.comm, x), "qkv")
         q_BSND, k_BSND, v_BSND = (qkv_BSCND[:, :, i] for i in range(3))
-        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS))
-        return self.output(checkpoint_name(context_BSND, "context"))
+        head = self.comm.index() * q_BSND.shape[2]
+        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS, head))
+        return self.output.rows(self.comm, checkpoint_name(context_BSND, "context"))
 
 
 class FeedForward(nnx.Module):
     """Two projections with a GELU between them (Hendrycks and Gimpel, 2016)."""
 
-    def __init__(self, config: ModelConfig, key: Array):
+    def __init__(self, config: ModelConfig, comm: Communication, key: Array):
+        self.comm = comm
         hidden, inner = {"hidden": config.hidden_size}, {"inner": config.inner_size}
         up_key, down_key = jax.random.split(key)
         self.up = Dense(up_key, hidden, inner, config.init_std)
         self.down = Dense(down_key, inner, hidden, config.init_std / math.sqrt(2 * config.num_layers))
         self.approximate = config.activation == "gelu-tanh"
 
-    def __call__(self, x: Float[Array, "B S H"]) -> Float[Array, "B S H"]:
+    def __call__(self, x: Float[Array, "B s H"]) -> Float[Array, "B s H"]:
         """The layer's output, position by position."""
-        up_BSF = checkpoint_name(self.up(x), "up")
-        return self.down(jax.nn.gelu(up_BSF, approximate=self.approximate))
+        up_BSF = checkpoint_name(self.up.columns(self.comm, x), "up")
+        return self.down.rows(self.comm, jax.nn.gelu(up_BSF, approximate=self.approximate))
 
 
 class Block(nnx.Module):
     """A pre-LayerNorm transformer block: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, key: Array):
+    def __init__(self, config: ModelConfig, comm: Communication, key: Array):
+        self.comm = comm
         attention_key, feedforward_key = jax.random.split(key)
         self.attention_norm = LayerNorm(config)
-        self.attention = Attention(config, attention_key)
+        self.attention = Attention(config, comm, attention_key)
         self.feedforward_norm = LayerNorm(config)
-        self.feedforward = FeedForward(config, feedforward_key)
+        self.feedforward = FeedForward(config, comm, feedforward_key)
         self.rate = config.hidden_dropout
 
-    def __call__(self, x: Float[Array, "B S H"], layer: Array | int, key: DropoutKey | None = None) -> Float[Array, "B S H"]:
+    def __call__(self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None = None) -> Float[Array, "B s H"]:
         """The residual stream after this block; `layer` is the block's index, which dropout depends on."""
+        position = self.comm.index() * x.shape[1]
         attended = self.attention(self.attention_norm(x), layer, key)
-        x = checkpoint_name(x + dropout(attended, self.rate, key, layer, ATTENTION_OUTPUT), "residual")
+        x = checkpoint_name(x + dropout(attended, self.rate, key, layer, ATTENTION_OUTPUT, position), "residual")
         fed = self.feedforward(self.feedforward_norm(x))
-        return x + dropout(fed, self.rate, key, layer, FEEDFORWARD_OUTPUT)
+        return x + dropout(fed, self.rate, key, layer, FEEDFORWARD_OUTPUT, position)

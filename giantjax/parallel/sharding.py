@@ -11,14 +11,14 @@ MeshAxes = str | tuple[str, ...] | None
 
 TABLE: dict[str, MeshAxes] = {
     "batch": BATCH_AXES,
-    "layers": None,
-    "vocabulary": None,
+    "layers": "pipe",
+    "vocabulary": "tensor",
     "position": None,
     "hidden": None,
     "qkv": None,
-    "heads": None,
+    "heads": "tensor",
     "head": None,
-    "inner": None,
+    "inner": "tensor",
 }
 """Which mesh axes share each dim; None is replicated."""
 

@@ -1,10 +1,24 @@
-"""AdamW with clipping, decay on matrices only, and the learning-rate schedules."""
+"""AdamW with decay on matrices only, clipping, and the learning-rate schedules."""
+
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
 from giantjax.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How gradients become updates."""
+
+    transform: optax.GradientTransformation
+    """Of clipped gradients; it must work element by element, since each device may hold a part of a parameter."""
+    learning_rate: optax.Schedule
+    """Steps taken -> learning rate of the next step, to report; `transform` applies it."""
+    clip_norm: float | None = None
+    """Gradients are scaled down to this global norm."""
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
@@ -33,12 +47,12 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     return lambda count: jnp.asarray(schedule(count * unit), jnp.float32)
 
 
-def build_optimizer(config: RunConfig, decays: PyTree) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019) after global-norm clipping; `decays` says which parameters decay."""
-    optimizer = config.optimizer
-    return optax.chain(
-        optax.clip_by_global_norm(optimizer.clip_norm) if optimizer.clip_norm is not None else optax.identity(),
+def build_optimizer(config: RunConfig, decays: PyTree) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019); `decays` says which parameters decay."""
+    optimizer, schedule = config.optimizer, learning_rate_schedule(config)
+    transform = optax.chain(
         optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon),
         optax.add_decayed_weights(optimizer.weight_decay, mask=decays),
-        optax.scale_by_learning_rate(learning_rate_schedule(config)),
+        optax.scale_by_learning_rate(schedule),
     )
+    return Optimizer(transform, schedule, optimizer.clip_norm)

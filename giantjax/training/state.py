@@ -1,15 +1,18 @@
-"""What a train step turns into its successor."""
+"""What a train step turns into its successor, and how it lies on the mesh."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from giantjax.model.gpt import Model
 from giantjax.parallel.sharding import partition_specs, shardings
+from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
+from giantjax.training.optimizer import Optimizer
 
 
 class TrainState(NamedTuple):
@@ -23,30 +26,75 @@ class TrainState(NamedTuple):
     """Of optax."""
 
 
-def new_state(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
-    """The state before the first step; traceable."""
-    params = model.init(key)
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the state of a model lies on a mesh; made by `layout_of`."""
+
+    mesh: Mesh
+    layers: Int[np.ndarray, "S L"]
+    """Layers of each stage."""
+    params: Params
+    """PartitionSpec of each parameter."""
+    zero_dims: Params
+    """For each parameter the dim that ZeRO shares over the data axis, or -1."""
+    state: TrainState
+    """PartitionSpec of each leaf of the state."""
+    shapes: TrainState
+    """Shape and type of each leaf of the state, on the devices."""
+
+    @property
+    def shardings(self) -> TrainState:
+        """Of each leaf of the state."""
+        return shardings(self.mesh, self.state)
 
 
-def state_specs(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
-    """How each leaf of the state lies on the mesh: a moment lies as its parameter does, a counter is replicated."""
-    abstract = jax.eval_shape(lambda: new_state(model, optimizer, jax.random.key(0)))
+def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 0) -> Layout:
+    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too."""
+    num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
+    table = layer_table(num_layers, mesh.shape["pipe"])
+    shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
+    degree = mesh.shape["data"] if zero_stage else 1
+    zero_dims = jax.tree.map(lambda leaf, spec: _zero_dim(leaf.shape, spec, degree), shapes.params, params)
+    moment_specs = jax.tree.map(_shared_over_data, params, zero_dims, is_leaf=_is_spec)
     moments = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, abstract.optimizer, params, transform_non_params=lambda _: PartitionSpec()
+        optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
-    return TrainState(PartitionSpec(), params, moments)
+    return Layout(mesh, table, params, zero_dims, TrainState(PartitionSpec(), params, moments), shapes)
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
-    """The state before the first step, made on the devices that hold it."""
-    placed = shardings(mesh, state_specs(model, optimizer))
-    return jax.jit(lambda key: new_state(model, optimizer, key), out_shardings=placed)(jax.random.key(seed))
+def _is_spec(value: object) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, types and shardings of the state, for a restore."""
-    shapes = jax.eval_shape(lambda: new_state(model, optimizer, jax.random.key(0)))
-    placed = shardings(mesh, state_specs(model, optimizer))
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, placed)
+def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, degree: int) -> int:
+    """The largest dim that no axis shares yet and `degree` divides; -1 where there is none or nothing to share."""
+    free = [dim for dim, size in enumerate(shape) if (dim >= len(spec) or spec[dim] is None) and size % degree == 0]
+    return max(free, key=lambda dim: shape[dim], default=-1) if degree > 1 else -1
+
+
+def _shared_over_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
+    if dim < 0:
+        return spec
+    axes = [*spec, *[None] * (dim + 1 - len(spec))]
+    axes[dim] = "data"
+    return PartitionSpec(*axes)
+
+
+def _new_state(model: Model, optimizer: Optimizer, table: Int[np.ndarray, "S L"], key: Array) -> TrainState:
+    params = model.init(key)
+    params = params | {BLOCKS: to_device_layout(params[BLOCKS], table)}
+    return TrainState(jnp.int32(0), params, optimizer.transform.init(params))
+
+
+def init_state(model: Model, optimizer: Optimizer, layout: Layout, seed: int) -> TrainState:
+    """The state before the first step, made on the devices that hold it: the same numbers on any mesh."""
+    make = jax.jit(lambda key: _new_state(model, optimizer, layout.layers, key), out_shardings=layout.shardings)
+    return make(jax.random.key(seed))
+
+
+def abstract_state(layout: Layout) -> TrainState:
+    """Shapes, types and shardings of the state."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), layout.shapes, layout.shardings
+    )

@@ -6,88 +6,135 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, PyTree
 
-from giantjax.config import RunConfig
-from giantjax.model.dropout import dropout_key
-from giantjax.model.gpt import Batch, Model, Params, apply_blocks
 from giantjax.parallel.mesh import AXES, BATCH_AXES
+from giantjax.parallel.pipeline import Sums, run_schedule, varying, varying_axes
+from giantjax.parallel.schedule import forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
-from giantjax.training.optimizer import learning_rate_schedule
-from giantjax.training.state import TrainState, state_specs
+from giantjax.parallel.stages import Batch, Model, Params
+from giantjax.training.optimizer import Optimizer
+from giantjax.training.state import Layout, TrainState
 
 
 class StepMetrics(NamedTuple):
     """What one step reports, each a scalar on the device."""
 
     loss: Float32[Array, ""]
-    """Mean over all unmasked positions of the global batch, in nats."""
+    """Mean over the weight of the global batch; for a GPT over its unmasked positions, in nats."""
     grad_norm: Float32[Array, ""]
     """Global norm of the gradients before clipping."""
     learning_rate: Float32[Array, ""]
+    metrics: dict[str, Array]
+    """Further means that the model reports."""
 
 
 BATCH_SPEC = partition_spec(("batch",))
 
 
-def varying(tree: PyTree) -> PyTree:
-    """`tree` marked as varying over every mesh axis.
+def build_train_step(
+    model: Model,
+    optimizer: Optimizer,
+    layout: Layout,
+    *,
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+) -> jax.stages.Wrapped:
+    """state, global batch -> next state, StepMetrics.
 
-    Gradients of parameters that are invariant over an axis are summed over it inside every microbatch; of varying
-    ones they stay local, so that the sum can be taken once at the end.
+    The state is donated. Batch arrays lie as `BATCH_SPEC` on the mesh, and each device's samples are divided into
+    `num_microbatches` in order.
+
+    Args:
+        model: what to train.
+        optimizer: from `build_optimizer`, or one's own.
+        layout: from `layout_of`; its ZeRO stage is the step's.
+        num_microbatches: on each data-parallel device.
+        schedule: name of a pipeline schedule.
+        recompute: what the backward pass makes again, as `apply_blocks` says.
     """
-
-    def mark(x: Array) -> Array:
-        missing = tuple(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
-
-
-def build_train_step(config: RunConfig, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
-    """state, global batch -> next state, metrics. The state is donated; batch arrays lie as `BATCH_SPEC` on the mesh."""
-    schedule = learning_rate_schedule(config)
-    drops = config.model.attention_dropout > 0 or config.model.hidden_dropout > 0
-    num_microbatches = config.num_microbatches
-
-    def microbatch_loss(params: Params, batch: Batch, step: Array, count: Array) -> Array:
-        key = dropout_key(config.seed, step, batch["sample"]) if drops else None
-        x = model.embed(params, batch, key)
-        x = apply_blocks(model, params["blocks"], x, key, config.training.recompute)
-        return model.loss(params, x, batch) / count
+    table = schedule_of_name(schedule, len(layout.layers), num_microbatches)
 
     def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        # The mean is over all positions of the global batch, however unevenly masks are spread over devices.
-        count = jnp.maximum(lax.psum(jnp.sum(batch["loss_mask"]), BATCH_AXES), 1)
-        params = varying(state.params)
-        microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
+        total = _total_weight(model, batch)
+        batches = _microbatches(batch, num_microbatches)
+        sums = run_schedule(model, table, layout.layers, recompute, varying(state.params), batches, state.step, total)
+        loss, metrics = _sum_scalars(sums)
+        assert sums.grads is not None
+        grads = jax.tree.map(_reduce_gradient, sums.grads, layout.params, layout.zero_dims)
+        norm = _global_norm(grads)
+        if optimizer.clip_norm is not None:
+            scale = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        held = jax.tree.map(_own_share, state.params, layout.zero_dims)
+        updates, moments = optimizer.transform.update(grads, state.optimizer, held)
+        params = jax.tree.map(_gather_shares, optax.apply_updates(held, updates), layout.zero_dims)
+        reported = StepMetrics(loss, norm, optimizer.learning_rate(state.step), metrics)
+        return TrainState(state.step + 1, params, moments), reported
 
-        def accumulate(total: tuple[Array, Params], microbatch: Batch) -> tuple[tuple[Array, Params], None]:
-            found = jax.value_and_grad(microbatch_loss)(params, varying(microbatch), state.step, count)
-            return jax.tree.map(jnp.add, total, found), None
-
-        zeros = varying((jnp.float32(0), jax.tree.map(jnp.zeros_like, state.params)))
-        total, _ = lax.scan(accumulate, zeros, microbatches)
-        # pipe and tensor have degree 1 here: the sum over them only tells the type system so.
-        loss, grads = lax.psum(total, AXES)
-        updates, moments = optimizer.update(grads, state.optimizer, state.params)
-        metrics = StepMetrics(loss, optax.global_norm(grads), schedule(state.step))
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), moments), metrics
-
-    specs = state_specs(model, optimizer)
-    mapped = jax.shard_map(local_step, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, PartitionSpec()))
-    return jax.jit(mapped, donate_argnums=0, out_shardings=(shardings(mesh, specs), shardings(mesh, PartitionSpec())))
+    specs = layout.state
+    mapped = jax.shard_map(local_step, mesh=layout.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, PartitionSpec()))
+    outputs = (layout.shardings, shardings(layout.mesh, PartitionSpec()))
+    return jax.jit(mapped, donate_argnums=0, out_shardings=outputs)
 
 
-def build_eval_step(config: RunConfig, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
-    """parameters, batch -> (sum of losses in nats, number of positions), without dropout."""
+def build_eval_step(model: Model, layout: Layout, *, num_microbatches: int = 1) -> jax.stages.Wrapped:
+    """parameters, batch -> (sum of losses, weight), without dropout; the batch lies as in training."""
+    table = forward_only(len(layout.layers), num_microbatches)
 
     def local_eval(params: Params, batch: Batch) -> tuple[Array, Array]:
-        batch = varying(batch)
-        params = varying(params)
-        x = apply_blocks(model, params["blocks"], model.embed(params, batch, None), None, config.training.recompute)
-        return lax.psum((model.loss(params, x, batch), jnp.sum(batch["loss_mask"])), AXES)
+        batches = _microbatches(batch, num_microbatches)
+        sums = run_schedule(model, table, layout.layers, "none", varying(params), batches, None, jnp.float32(1))
+        return _sum_scalars(sums)[0], lax.psum(model.weight(batch), BATCH_AXES)
 
-    specs = state_specs(model, optimizer).params
-    return jax.jit(jax.shard_map(local_eval, mesh=mesh, in_specs=(specs, BATCH_SPEC), out_specs=PartitionSpec()))
+    specs = (layout.params, BATCH_SPEC)
+    return jax.jit(jax.shard_map(local_eval, mesh=layout.mesh, in_specs=specs, out_specs=PartitionSpec()))
+
+
+def _total_weight(model: Model, batch: Batch) -> Float32[Array, ""]:
+    """The mean is over the whole global batch, however unevenly masks are spread over devices; 1 where all is masked."""
+    total = lax.psum(model.weight(batch), BATCH_AXES)
+    return jnp.where(total == 0, 1, total)
+
+
+def _microbatches(batch: Batch, number: int) -> Batch:
+    return jax.tree.map(lambda a: a.reshape(number, -1, *a.shape[1:]), batch)
+
+
+def _sum_scalars(sums: Sums) -> tuple[Array, dict[str, Array]]:
+    return jax.tree.map(lambda x: lax.psum(x, tuple(axis for axis in AXES if axis in varying_axes(x))), (sums.loss, sums.metrics))
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+
+
+def _reduce_gradient(grad: Array, spec: PartitionSpec, zero_dim: int) -> Array:
+    """The sum over the devices that hold the same parameter; of it this device's share, where ZeRO shares it."""
+    axes = tuple(axis for axis in AXES if axis not in _axes_of(spec))
+    if zero_dim < 0:
+        return lax.psum(grad, axes)
+    grad = lax.psum_scatter(grad, "data", scatter_dimension=zero_dim, tiled=True)
+    return lax.psum(grad, tuple(axis for axis in axes if axis != "data"))
+
+
+def _global_norm(grads: PyTree) -> Float32[Array, ""]:
+    """The norm over every parameter once: squares are summed over the axes that share a parameter, and no other."""
+    squares: dict[tuple[str, ...], Array] = {}
+    for grad in jax.tree.leaves(grads):
+        axes = tuple(axis for axis in AXES if axis in varying_axes(grad))
+        squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(jnp.square(grad))
+    return jnp.sqrt(sum((lax.psum(total, axes) for axes, total in squares.items()), jnp.float32(0)))
+
+
+def _own_share(param: Array, zero_dim: int) -> Array:
+    if zero_dim < 0:
+        return param
+    size = param.shape[zero_dim] // lax.axis_size("data")
+    return lax.dynamic_slice_in_dim(param, lax.axis_index("data") * size, size, zero_dim)
+
+
+def _gather_shares(share: Array, zero_dim: int) -> Array:
+    return share if zero_dim < 0 else lax.all_gather(share, "data", axis=zero_dim, tiled=True, to="invarying")
