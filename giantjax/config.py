@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from giantjax.errors import InputError, did_you_mean, nearest_divisors, nearest_multiples
-from giantjax.fields import above_zero, at_least, check_types, is_number, only
+from giantjax.fields import above_zero, at_least, check_types, is_number, leaves, only
 
 
 @dataclass(frozen=True)
@@ -332,10 +332,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        if not self.name or "/" in self.name:
-            raise InputError(f"name is {self.name!r}; it names a directory, so it must not be empty or hold a slash")
+        if self.name in (".", "..") or "/" in self.name:
+            raise InputError(f"name is {self.name!r}; it names a directory of its own, so it must not be . or .. or hold a slash")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"seed is {self.seed}; it must be from 0 to 4294967295")
+        known = leaves(self)
+        for path in self.checkpoint.accept_change:
+            if path.replace("-", "_") not in known:
+                raise InputError(f"checkpoint.accept_change names {path}, but there is no such field{did_you_mean(path, known)}")
         self._check_batch()
         simulated = self.runtime.num_cpu_devices
         if simulated is not None and simulated != self.mesh.num_devices:

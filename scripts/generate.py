@@ -30,6 +30,10 @@ class Arguments:
             raise InputError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"--temperature is {self.temperature}; it must be a number of at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed is {self.seed}; it must be from 0 to 4294967295")
+        if not self.run:
+            raise InputError("--run is empty; name the directory of a run")
         if not self.prompt:
             raise InputError("--prompt is empty; give at least one character to go on from")
 

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from giantjax.errors import TrainingFault
 from giantjax.model.gpt import Model
 from giantjax.parallel.sharding import partition_specs, shardings
 
@@ -43,6 +44,26 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
     """The state before the first step, made on the devices that hold it."""
     placed = shardings(mesh, state_specs(model, optimizer))
     return jax.jit(lambda key: new_state(model, optimizer, key), out_shardings=placed)(jax.random.key(seed))
+
+
+def check_finite(state: TrainState, step: int) -> None:
+    """Make sure that the state after `step` holds neither NaN nor infinity, so that no checkpoint ever does.
+
+    Raises:
+        TrainingFault: a leaf does; the sentence names it.
+    """
+    finite = jax.device_get(_finite(state))
+    bad = [jax.tree_util.keystr(path) for path, whole in jax.tree_util.tree_leaves_with_path(finite) if not whole]
+    if bad:
+        raise TrainingFault(
+            f"after step {step} arrays of the state are not finite ({len(bad)} of them, {bad[0]} the first), so it is not saved; "
+            "a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
+        )
+
+
+@jax.jit
+def _finite(state: TrainState) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), state)
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
