@@ -4,19 +4,20 @@ Parameters lie on disk stacked by layer in layer order. A checkpoint becomes vis
 so a killed save leaves either the whole of it or nothing that a restore would look at.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
 
 from giantjax.config import CheckpointConfig, RunConfig
-from giantjax.errors import InputError, did_you_mean
+from giantjax.errors import InputError
 from giantjax.fields import from_dict, leaves
-from giantjax.model.gpt import Params, gpt
 
 STATE, POSITION = "state", "position"
 
@@ -34,8 +35,20 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "logging.",
     "runtime.",
+    "model.vocabulary_multiple",
 )
 """Fields, or groups ending in a dot, that do not change what is computed, or only how long."""
+
+FIXED = (
+    "model.num_layers",
+    "model.hidden_size",
+    "model.num_heads",
+    "model.sequence_length",
+    "model.vocabulary_size",
+    "model.feedforward_size",
+    "model.head",
+)
+"""Fields that give parameters their shapes, and so may never change."""
 
 
 @dataclass(frozen=True)
@@ -63,49 +76,93 @@ class CheckpointStore:
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
         )
+        self._folder = folder
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=(STATE, POSITION))
 
     def __enter__(self) -> "CheckpointStore":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.close()
+        with _as_os_error():
+            self._manager.close()
 
     def latest_step(self) -> int | None:
         """The step of the newest whole checkpoint."""
         return self._manager.latest_step()
 
     def save(self, state: Any, position: Position) -> None:
-        """Copy the state to the host and start writing it; returns before it is on disk."""
+        """Copy the state to the host and start writing it; returns before it is on disk.
+
+        Raises:
+            OSError: this save cannot be started, or the one before it failed.
+        """
         items = {STATE: ocp.args.StandardSave(state), POSITION: ocp.args.JsonSave(dataclasses.asdict(position))}
-        self._manager.save(position.step, args=ocp.args.Composite(**items), force=True)
+        with _as_os_error():
+            self._manager.save(position.step, args=ocp.args.Composite(**items), force=True)
 
     def read_position(self, step: int) -> Position:
-        """The position saved at `step`."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()}))
-        return Position(**restored[POSITION])
+        """The position saved at `step`.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        with self._reading(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()}))
+            return Position(**restored[POSITION])
 
     def read_state(self, step: int, abstract: Any) -> Any:
-        """The state saved at `step`, placed as `abstract` (shapes, types, shardings) says."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)}))
+        """The state saved at `step`, placed as `abstract` (shapes, types, shardings) says.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        with self._reading(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)}))
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restored[STATE], abstract)
 
     def wait(self) -> None:
-        """Block until every started save is on disk."""
-        self._manager.wait_until_finished()
+        """Block until every started save is on disk.
+
+        Raises:
+            OSError: one of them failed.
+        """
+        with _as_os_error():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Say which checkpoint cannot be read: none that a kill left, but a copy that was cut short, or a bad disk."""
+        try:
+            yield
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            others = [saved for saved in self._manager.all_steps() if saved < step]
+            instead = f"go on from step {max(others)}" if others else "start anew"
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"checkpoint {self._folder / str(step)} cannot be read ({reason}); move it away to {instead}") from error
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """A write that failed is a ValueError of tensorstore's: name it what it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(str(error).partition("\n")[0]) from error
+
+
+def newest_whole(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint in `folder`, which need not exist."""
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=None)
 
 
 def check_resume(config: RunConfig, corpus: str, position: Position) -> list[str]:
     """What of the configuration changed since the checkpoint, as sentences to log.
 
     Raises:
-        InputError: a field differs that is neither free to change nor listed in checkpoint.accept_change.
+        InputError: a field differs that is neither free to change nor listed in checkpoint.accept_change, or gives the
+            parameters other shapes.
     """
-    now = leaves(config)
-    for field in config.checkpoint.accept_change:
-        if field.replace("-", "_") not in now:
-            raise InputError(f"checkpoint.accept_change names {field}, but there is no such field{did_you_mean(field, now)}")
-    before = leaves(from_dict(RunConfig, position.config))
+    now, before = leaves(config), leaves(from_dict(RunConfig, position.config))
     # The same path may hold another corpus by now, so the data is compared by content as well as by name.
     for fields, fingerprint in ((before, position.corpus), (now, corpus)):
         fields["data.train"] = f"{' '.join(fields['data.train'])} ({fingerprint})"
@@ -118,11 +175,18 @@ def check_resume(config: RunConfig, corpus: str, position: Position) -> list[str
             f"the run in this directory was started with another configuration: {differences}; use the old values, add "
             f"`--checkpoint.accept-change {' '.join(refused)}` to change them now, or name another --run-dir"
         )
+    reshaped = [path for path in changed if path in FIXED]
+    if reshaped:
+        differences = ", ".join(f"{path} was {before[path]} and is {now[path]}" for path in reshaped)
+        raise InputError(
+            f"the parameters saved in this directory do not fit the model any more: {differences}; use the old values, "
+            "or name another --run-dir"
+        )
     return [f"accepted change: {path} was {before[path]} and is {now[path]}" for path in changed]
 
 
-def load_params(folder: Path, config: RunConfig) -> tuple[int, Params]:
-    """The step and the parameters of the newest checkpoint in `folder`, on the first device.
+def load_params(folder: Path, abstract: PyTree) -> tuple[int, PyTree]:
+    """The step and the parameters of the newest checkpoint in `folder`, placed as `abstract` says.
 
     Raises:
         InputError: there is no whole checkpoint.
@@ -131,8 +195,6 @@ def load_params(folder: Path, config: RunConfig) -> tuple[int, Params]:
     step = manager.latest_step() if folder.exists() else None
     if step is None:
         raise InputError(f"{folder} holds no whole checkpoint; train first, or wait for the first save")
-    place = SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.eval_shape(gpt(config.model, tensor=config.mesh.tensor).init, jax.random.key(0))
-    abstract = {"params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)}
-    arguments = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)
+    wanted = {"params": abstract}
+    arguments = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
     return step, manager.restore(step, args=ocp.args.Composite(**{STATE: arguments}))[STATE]["params"]

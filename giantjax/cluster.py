@@ -89,7 +89,11 @@ class Machine:
 
 
 def this_machine(num_cpu_devices: int | None) -> Machine:
-    """What this process would train on, found without starting JAX."""
+    """What this process would train on, found without starting JAX.
+
+    Raises:
+        InputError: there are GPUs, but their driver does not answer.
+    """
     gpus = [] if num_cpu_devices else _query_gpus()
     if gpus:
         return Machine(gpus[0][0], len(gpus), min(memory for _, memory in gpus), simulated=False)
@@ -100,7 +104,12 @@ def _query_gpus() -> list[tuple[str, int]]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            "nvidia-smi did not answer within 30 s, so the GPUs cannot be counted; mend the driver, or set runtime.num_cpu_devices"
+        ) from error
     lines = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if answer.returncode == 0 and "," in line]
     return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in lines if mebibytes.strip().isdecimal()]
 

@@ -3,13 +3,15 @@
 import ast
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
 import io
+import itertools
 import os
 import re
 import sys
 import textwrap
+import traceback
+import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +43,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).splitlines(), file=sys.stderr)
         code = 2
     except TrainingFault as error:
         print(f"stopped: {error}", file=sys.stderr)
@@ -62,22 +64,27 @@ def preset(name: str) -> RunConfig:
         InputError: there is no such file, it cannot be run, or it makes no valid configuration.
     """
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
-    if not path.is_file():
-        raise InputError(f"there is no config {name}{did_you_mean(name, preset_names())} (shipped: {', '.join(preset_names())})")
-    spec = importlib.util.spec_from_file_location(f"giantjax_config_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"config {name}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    if not os.path.isfile(path):
+        raise InputError(
+            f"there is no config {name or repr(name)}{did_you_mean(name, preset_names())} (shipped: {', '.join(preset_names())})"
+        )
+    module = types.ModuleType(f"giantjax_config_{path.stem}")
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        # Not imported, for that would leave a __pycache__ beside the user's file.
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+        if not callable(getattr(module, "config", None)):
+            raise InputError(f"{path} defines no function config()")
         made = module.config()
     except InputError as error:
         raise InputError(f"config {name}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A config is a program of the user's own; whatever it raises is its mistake, told with its place.
-        raise InputError(f"config {name} failed in {path}: {type(error).__name__}: {error}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f" in line {lines[-1]} of {path}" if lines else ""
+        raise InputError(f"config {name} failed{place}: {type(error).__name__}: {error}") from error
     if not isinstance(made, RunConfig):
-        raise InputError(f"config {name}: config() in {path} returns a {type(made).__name__}, not a RunConfig")
+        raise InputError(f"config {name}: config() in {path} returns {made!r:.80}, not a RunConfig")
     return made
 
 
@@ -87,10 +94,11 @@ def parse_run(arguments: list[str], description: str) -> RunConfig:
     Raises:
         InputError: an argument is unknown or has a wrong value.
     """
-    arguments = [argument.replace("_", "-") if argument.startswith("--") and "=" not in argument else argument for argument in arguments]
-    name, rest = take_option(arguments, "--config")
+    name, rest = take_option([_with_dashes(argument) for argument in arguments], "--config")
+    if take_option(rest, "--config")[0] is not None:
+        raise InputError("--config is given twice; name one config, and override its fields by their own options")
     wants_help = {"-h", "--help", "--help-all"} & set(rest)
-    default = preset(name or "gpt_tiny")
+    default = preset("gpt_tiny" if name is None else name)
     if wants_help:
         _print_help(default, description, everything="--help-all" in wants_help)
     if name is None:
@@ -105,7 +113,7 @@ def take_option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]
         if argument.startswith(f"{flag}="):
             return argument.partition("=")[2], arguments[:i] + arguments[i + 1 :]
         if argument == flag:
-            if i + 1 == len(arguments):
+            if i + 1 == len(arguments) or arguments[i + 1].startswith("--"):
                 raise InputError(f"{flag} is missing its value")
             return arguments[i + 1], arguments[:i] + arguments[i + 2 :]
     return None, arguments
@@ -113,6 +121,7 @@ def take_option(arguments: list[str], flag: str) -> tuple[str | None, list[str]]
 
 def parse(kind: Any, arguments: list[str], default: Any = tyro.MISSING_NONPROP) -> Any:
     """tyro's reading of `arguments` as a `kind`, its complaint turned into one sentence."""
+    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), _wide_terminal():
         try:
@@ -121,6 +130,12 @@ def parse(kind: Any, arguments: list[str], default: Any = tyro.MISSING_NONPROP) 
             if stop.code == 0:
                 raise
             raise InputError(_sentence(printed.getvalue())) from stop
+
+
+def _with_dashes(argument: str) -> str:
+    """`--a.b_c=VALUE` as `--a.b-c=VALUE`; whatever is no option stays as it is."""
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
 def _check_flags(default: RunConfig, arguments: list[str]) -> None:
@@ -133,25 +148,39 @@ def _check_flags(default: RunConfig, arguments: list[str]) -> None:
     for argument in arguments:
         flag = argument.partition("=")[0]
         if argument.startswith("--") and flag not in known and flag not in booleans:
-            raise InputError(f"there is no field {flag}{did_you_mean(flag, known)}")
+            # A field's own name says more than the group it was looked for in.
+            own = flag.strip("-").rpartition(".")[2]
+            elsewhere = " or ".join(name for name in known if name.strip("-").rpartition(".")[2] == own)
+            hint = f"; did you mean {elsewhere}?" if elsewhere else did_you_mean(flag, [*known, "--config", "--help-all"])
+            raise InputError(f"there is no field {flag}{hint}")
+
+
+_REWORDED = (
+    (r"^Error parsing (--[\w.-]+): invalid literal for int\(\) with base 10: (.*)$", r"\1 is \2; it must be a whole number"),
+    (r"^Error parsing (--[\w.-]+): could not convert string to float: (.*)$", r"\1 is \2; it must be a number"),
+    (
+        r"^Error parsing (--[\w.-]+): no type matching \{None\}\|INT .*? from \[(.*?)\]\. .*$",
+        r"\1 is \2; it must be a whole number or None",
+    ),
+    (r"^Error parsing (--[\w.-]+): no type matching \{None\}\|FLOAT .*? from \[(.*?)\]\. .*$", r"\1 is \2; it must be a number or None"),
+    (r"^Error parsing (--[\w.-]+): (.*)$", r"\1 cannot be read: \2"),
+    (r"^invalid choice (.*) for argument '(--[\w.-]+)'. Expected one of \((.*)\)\.?$", r"\2 is \1; it must be one of \3"),
+    (r"^Missing from \S+: (--[\w.-]+).*$", r"\1 is missing"),
+    (r"^Missing value for argument '(--[\w.-]+)'.*$", r"\1 is missing its value"),
+    (r"^Unrecognized options?: (.*)$", r"\1 cannot be understood: it is neither an option nor the value of one"),
+)
+"""What tyro says, and how a message of this program says it."""
 
 
 def _sentence(boxed: str) -> str:
-    """The first statement inside a box that tyro drew."""
-    lines = [line.strip("│ ").strip() for line in boxed.splitlines()]
-    statement: list[str] = []
-    for line in lines:
-        if line.startswith("──") or line.startswith("╰"):
-            break
-        if line and not line.startswith("╭"):
-            statement.append(line)
-    text = re.sub(r"^Error parsing [\w.]+: ", "", " ".join(statement))
-    text = re.sub(
-        r"^Error parsing --([\w.-]+): invalid literal for int\(\) with base 10: (.*)$", r"--\1 is \2; it must be a whole number", text
-    )
-    text = re.sub(r"^Error parsing --([\w.-]+): could not convert string to float: (.*)$", r"--\1 is \2; it must be a number", text)
-    text = re.sub(r"^Missing from \S+: (--[\w.-]+).*$", r"\1 is missing", text)
-    text = re.sub(r"^Missing value for argument '(--[\w.-]+)'.*$", r"\1 is missing its value", text)
+    """The first statement inside a box that tyro drew, or underlined where the terminal has no such characters."""
+    lines = [line.strip("│ ") for line in boxed.splitlines()][1:]
+    if lines and set(lines[0]) == {"-"}:
+        lines = lines[1:]
+    statement = itertools.takewhile(lambda line: not line.startswith("╰") and set(line) not in ({"─"}, {"-"}), lines)
+    text = re.sub(r"^Error parsing [\w.]+: ", "", " ".join(line for line in statement if line))
+    for pattern, words in _REWORDED:
+        text = re.sub(pattern, words, text, flags=re.DOTALL)
     return text.rstrip(".") or "the command line cannot be read"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from giantjax.errors import InputError, did_you_mean, nearest_divisors, nearest_multiples
-from giantjax.fields import above_zero, at_least, check_types, is_number, only
+from giantjax.fields import above_zero, at_least, check_types, is_number, leaves, only
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class TrainingConfig:
         at_least("training.eval_samples", self.eval_samples, 0)
         if self.zero_stage not in (0, 1, 2, 3):
             raise InputError(f"training.zero_stage is {self.zero_stage}; the stages are 0, 1, 2 and 3")
-        only("training.zero_stage", self.zero_stage, 0)
+        if self.zero_stage > 1:
+            raise InputError(f"training.zero_stage is {self.zero_stage}, which this version does not have yet; use 0 or 1")
         if self.precision == "fp16":
             raise InputError("training.precision is fp16, which needs loss scaling that this version does not have; use auto, fp32 or bf16")
         kind, _, interval = self.recompute.partition(":")
@@ -177,13 +178,17 @@ class MeshConfig:
     """Devices that share each layer."""
     replica: int = 1
     """Data-parallel groups across nodes."""
+    inside: tuple[str, ...] = ("tensor", "data")
+    """Axes that stay inside a node, those that talk most first; the others may cross nodes."""
 
     def __post_init__(self) -> None:
         check_types(self, "mesh")
         for name in ("pipe", "data", "tensor", "replica"):
             at_least(f"mesh.{name}", getattr(self, name), 1)
-        for name in ("pipe", "tensor", "replica"):
-            only(f"mesh.{name}", getattr(self, name), 1)
+        axes = ("pipe", "replica", "data", "tensor")
+        for axis in self.inside:
+            if axis not in axes:
+                raise InputError(f"mesh.inside names {axis!r}; the axes are {', '.join(axes)}{did_you_mean(axis, axes)}")
 
     @property
     def num_devices(self) -> int:
@@ -213,7 +218,8 @@ class PipelineConfig:
             raise InputError(
                 f"pipeline.schedule is {self.schedule!r}; it must be {', '.join(known)} or a .csv file{did_you_mean(self.schedule, known)}"
             )
-        only("pipeline.schedule", self.schedule, "1f1b")
+        if self.schedule not in ("gpipe", "1f1b"):
+            raise InputError(f"pipeline.schedule is {self.schedule}, which this version does not have yet; use gpipe or 1f1b")
         for name in ("num_microbatches", "microbatch_size"):
             if getattr(self, name) is not None:
                 at_least(f"pipeline.{name}", getattr(self, name), 1)
@@ -332,11 +338,16 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        if not self.name or "/" in self.name:
-            raise InputError(f"name is {self.name!r}; it names a directory, so it must not be empty or hold a slash")
+        if self.name in (".", "..") or "/" in self.name:
+            raise InputError(f"name is {self.name!r}; it names a directory of its own, so it must not be . or .. or hold a slash")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"seed is {self.seed}; it must be from 0 to 4294967295")
+        known = leaves(self)
+        for path in self.checkpoint.accept_change:
+            if path.replace("-", "_") not in known:
+                raise InputError(f"checkpoint.accept_change names {path}, but there is no such field{did_you_mean(path, known)}")
         self._check_batch()
+        self._check_shares()
         simulated = self.runtime.num_cpu_devices
         if simulated is not None and simulated != self.mesh.num_devices:
             mesh = self.mesh
@@ -367,6 +378,19 @@ class RunConfig:
                 f"{self.mesh.replica} = {size * number * ways}, but training.global_batch_size is {samples}; "
                 f"set pipeline.num_microbatches to {each // size}, or leave one of the two out"
             )
+
+    def _check_shares(self) -> None:
+        model, tensor = self.model, self.mesh.tensor
+        for name in ("num_heads", "inner_size", "sequence_length"):
+            size = getattr(model, name)
+            if size % tensor:
+                said = "feedforward_size" if name == "inner_size" else name
+                raise InputError(
+                    f"model.{said} is {size}, which mesh.tensor {tensor} does not divide; "
+                    f"nearest mesh.tensor: {nearest_divisors(tensor, size)}"
+                )
+        if self.mesh.pipe > model.num_layers:
+            raise InputError(f"mesh.pipe is {self.mesh.pipe}, but model.num_layers is {model.num_layers}; a stage holds at least one layer")
 
     @property
     def schedule_length(self) -> int:

@@ -51,6 +51,9 @@ def check_types(section: Any, path: str) -> None:
         value, where = getattr(section, name), f"{path}.{name}" if path else name
         if not _has_type(value, hint):
             raise InputError(f"{where} is {value!r}; it must be {type_in_words(hint)}{_suggest(value, hint)}")
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and (not text or "\0" in text) for text in texts):
+            raise InputError(f"{where} is {value!r}; it must not be empty or hold a zero byte")
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{where} is {value}; it must be a finite number")
 

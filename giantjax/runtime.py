@@ -37,8 +37,8 @@ def start(config: RuntimeConfig) -> None:
     import jax
     from absl import logging
 
-    # orbax warns of its own defaults.
-    logging.set_verbosity(logging.ERROR)
+    # orbax warns of its own defaults, and logs with tracebacks what it raises as well.
+    logging.set_verbosity(logging.FATAL)
     if config.num_cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
     if config.compilation_cache != "off":

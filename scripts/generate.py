@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from giantjax import command_line, runtime
 from giantjax.config import RunConfig, RuntimeConfig
@@ -24,12 +25,18 @@ class Arguments:
     """Randomness: 0 always takes the likeliest token."""
     seed: int = 0
     """Seed of the samples."""
+    mesh: Literal["one", "run"] = "one"
+    """Devices: one, or those the run was trained on."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InputError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"--temperature is {self.temperature}; it must be a number of at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed is {self.seed}; it must be from 0 to 4294967295")
+        if not self.run:
+            raise InputError("--run is empty; name the directory of a run")
         if not self.prompt:
             raise InputError("--prompt is empty; give at least one character to go on from")
 
@@ -41,18 +48,19 @@ def main() -> int:
 
     run = RunDirectory(Path(arguments.run))
     config = read_record(run, run.config, RunConfig)
+    runtime_config, mesh = (config.runtime, config.mesh) if arguments.mesh == "run" else (RuntimeConfig(), None)
     record = read_record(run, run.tokenizer, TokenizerRecord)
-    runtime.start(RuntimeConfig())
+    runtime.start(runtime_config)
 
-    from giantjax.checkpoint import load_params
     from giantjax.data.tokenizer import load_tokenizer
     from giantjax.generate import generate
+    from giantjax.training.restore import load_trained
 
     tokenizer = load_tokenizer(record.tokenizer)
-    _, params = load_params(run.checkpoints, config)
+    trained = load_trained(run, mesh)
     prompt = tokenizer.encode(arguments.prompt)
     found = [int(token) for token in prompt]
-    for token in generate(config, params, prompt, temperature=arguments.temperature, seed=arguments.seed):
+    for token in generate(trained, prompt, temperature=arguments.temperature, seed=arguments.seed):
         if token == tokenizer.end_of_document or len(found) - len(prompt) == arguments.max_tokens:
             break
         found.append(token)

@@ -1,5 +1,6 @@
 """Text files to an indexed corpus: python scripts/prepare_data.py FILE... --output PREFIX."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -44,7 +45,8 @@ def main() -> int:
     tokenizer = load_tokenizer(arguments.tokenizer)
     check_inputs(arguments.inputs)
     prefix = check_output(arguments.output)
-    num_documents, num_tokens, num_bytes = prepare(arguments.inputs, tokenizer, prefix)
+    with folder_of(prefix):
+        num_documents, num_tokens, num_bytes = prepare(arguments.inputs, tokenizer, prefix)
     print(f"{num_documents:,} documents, {num_tokens:,} tokens of {num_bytes:,} bytes of text in {prefix}.bin and {prefix}.idx")
     return 0
 
@@ -76,21 +78,39 @@ def check_inputs(paths: tuple[str, ...]) -> None:
 
 
 def check_output(output: str) -> str:
-    """The PREFIX to write, in a folder that exists.
+    """The PREFIX to write.
 
     Raises:
-        InputError: it names a folder, something is there already, or its folder cannot be made.
+        InputError: it names a folder, or something is there already.
     """
     prefix = without_ending(output)
     if not os.path.basename(prefix) or os.path.isdir(prefix):
         raise InputError(f"--output is {output!r}, a folder; add a name for the corpus, such as {os.path.join(output, 'train')}")
     refuse_existing(prefix)
-    folder = Path(prefix).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output is {output}, but its folder {folder} cannot be made: {error.strerror}") from error
     return prefix
+
+
+@contextlib.contextmanager
+def folder_of(prefix: str) -> Iterator[None]:
+    """Make the folder of PREFIX where it is missing, and take it back when the block raises.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    folder = Path(prefix).parent
+    made: list[Path] = []
+    try:
+        try:
+            made += [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--output is {prefix}, but its folder {folder} cannot be made: {error.strerror}") from error
+        yield
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def prepare(inputs: tuple[str, ...], tokenizer: Tokenizer, prefix: str) -> tuple[int, int, int]:

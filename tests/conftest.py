@@ -7,16 +7,18 @@ from pathlib import Path
 import jax
 import pytest
 
-if jax.__version_info__ < (0, 11):
-    # The fusion emitters of this XLA take five times as long to compile a small CPU program; later ones do not know the flag.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+# Test programs run for milliseconds: compiling them is what takes time.
+flags = ["--xla_backend_optimization_level=0"]
+if jax.__version_info__ < (0, 11):  # later versions do not know this flag, and stop at one they do not know
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 # One folder for all workers and runs, so that none compiles what another has.
 jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / f"giantjax-tests-{os.getuid()}"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(scope="session")

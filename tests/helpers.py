@@ -15,8 +15,9 @@ from giantjax.config import MeshConfig, ModelConfig, OptimizerConfig, PipelineCo
 from giantjax.model.dropout import DropoutKey, dropout_key
 from giantjax.model.gpt import Batch, Model, Params, apply_blocks, gpt
 from giantjax.parallel.mesh import build_mesh
+from giantjax.parallel.sharding import shardings
 from giantjax.training.optimizer import build_optimizer
-from giantjax.training.state import TrainState
+from giantjax.training.state import TrainState, state_specs
 from giantjax.training.step import BATCH_SPEC, StepMetrics, build_train_step
 
 FORWARD = 1e-5
@@ -42,12 +43,14 @@ def small_model(**changes: Any) -> ModelConfig:
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
-    """Initial parameters plus noise of 0.02, so that no bias is 0 and no scale is 1."""
-    params = model.init(jax.random.key(seed))
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    noise = [0.02 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.map(jnp.add, params, jax.tree.unflatten(treedef, noise))
+    """Every parameter random, none of them as it starts: matrices around 0, biases too, scales around 1."""
+    random = np.random.default_rng(seed)
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct, decays: bool) -> Array:
+        centre = 1 if jax.tree_util.keystr(path[-1:], simple=True) == "scale" else 0
+        return jnp.asarray(centre + (0.05 if decays else 0.02) * random.standard_normal(leaf.shape, np.float32))
+
+    return jax.tree.map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)), model.decays)
 
 
 def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> Batch:
@@ -101,8 +104,9 @@ def train(config: RunConfig, params: Params, batches: list[Batch]) -> tuple[Step
     mesh, model = build_mesh(config.mesh), gpt(config.model, tensor=config.mesh.tensor)
     optimizer = build_optimizer(config, model.decays)
     step = build_train_step(config, model, optimizer, mesh)
-    # The state is donated, and may share memory with what it was made of.
-    state = jax.tree.map(jnp.array, TrainState(jnp.int32(0), params, optimizer.init(params)))
+    state = TrainState(np.int32(0), params, optimizer.init(params))
+    # From the host, so that the donated state does not share memory with `params`.
+    state = jax.device_put(jax.device_get(state), shardings(mesh, state_specs(model, optimizer)))
     metrics = []
     for batch in batches:
         state, measured = step(state, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC)))
@@ -137,7 +141,9 @@ def from_huggingface(tensors: Mapping[str, np.ndarray], config: ModelConfig) -> 
     def norm(name: str) -> Params:
         return {"scale": stacked(f"{name}.weight"), "bias": stacked(f"{name}.bias")}
 
-    head: Params = {"norm": {"scale": jnp.asarray(tensors["transformer.ln_f.weight"]), "bias": jnp.asarray(tensors["transformer.ln_f.bias"])}}
+    head: Params = {
+        "norm": {"scale": jnp.asarray(tensors["transformer.ln_f.weight"]), "bias": jnp.asarray(tensors["transformer.ln_f.bias"])}
+    }
     if config.head == "untied":
         head["output"] = rows("lm_head.weight")
     return {

@@ -121,18 +121,18 @@ def tokenizes(text: str) -> Literal["yes", "open", "no"]:
 
 
 def _check_samples(run: RunDirectory, arguments: Learning) -> None:
-    from giantjax.checkpoint import load_params
     from giantjax.data.tokenizer import ByteTokenizer
     from giantjax.generate import generate
+    from giantjax.training.restore import load_trained
 
     config, tokenizer = read_record(run, run.config, RunConfig), ByteTokenizer()
     runtime.start(config.runtime)
-    step, params = load_params(run.checkpoints, config)
+    trained = load_trained(run)
     prompt = np.array([tokenizer.end_of_document], np.int32)
     passed = []
     for seed in range(arguments.samples):
         found: list[int] = []
-        with contextlib.closing(generate(config, params, prompt, temperature=arguments.temperature, seed=seed)) as tokens:
+        with contextlib.closing(generate(trained, prompt, temperature=arguments.temperature, seed=seed)) as tokens:
             for token in tokens:
                 if token == tokenizer.end_of_document or len(found) == arguments.sample_tokens:
                     break
@@ -142,6 +142,6 @@ def _check_samples(run: RunDirectory, arguments: Learning) -> None:
         print(json.dumps({"seed": seed, "tokenizes": passed[-1], "text": text}))
     fine, still_open = passed.count("yes"), passed.count("open")
     print(
-        f"step {step}: Python's tokenize takes {fine + still_open} of {len(passed)} samples up to their last complete line, "
+        f"step {trained.step}: Python's tokenize takes {fine + still_open} of {len(passed)} samples up to their last complete line, "
         f"{still_open} of them with a bracket or a string that had yet to end"
     )

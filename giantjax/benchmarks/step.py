@@ -124,13 +124,14 @@ def _giantjax(config: RunConfig, steps: int) -> dict[str, float]:
     from giantjax.model.gpt import gpt
     from giantjax.parallel.mesh import build_mesh
     from giantjax.training.optimizer import build_optimizer
-    from giantjax.training.state import init_state
+    from giantjax.training.state import init_state, layout_of
     from giantjax.training.step import build_train_step
 
-    model, mesh = gpt(config.model), build_mesh(config.mesh)
+    model = gpt(config.model)
     optimizer = build_optimizer(config, model.decays)
-    state = init_state(model, optimizer, mesh, config.seed)
-    train_step = build_train_step(config, model, optimizer, mesh)
+    layout = layout_of(model, optimizer, build_mesh(config.mesh))
+    state = init_state(model, optimizer, layout, config.seed)
+    train_step = build_train_step(model, optimizer, layout)
     batches = training_batches(
         Synthetic(0),
         seed=0,

@@ -40,7 +40,11 @@ def open_sources(config: RunConfig) -> tuple[Source, Source | None]:
     """
     data, model = config.data, config.model
     if not data.train:
-        raise InputError("data.train is empty; name a PREFIX made by scripts/prepare_data.py, or stdlib, or synthetic")
+        raise InputError(
+            "data.train is empty; `python scripts/prepare_data.py FILE... --output data/train` and `python scripts/prepare_data.py "
+            "HELD_OUT_FILE... --output data/validation` make corpora for --data.train data/train --data.validation data/validation, "
+            "or try --data.train stdlib or synthetic"
+        )
     entry = data.train[0]
     held_out = data.validation or ("stdlib" if entry == "stdlib" else None)
     if held_out is None and config.training.eval_every:

@@ -5,7 +5,7 @@ outside sees parameters as nested dictionaries of arrays, those of the blocks st
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from giantjax.config import ModelConfig
+from giantjax.config import ModelConfig, RunConfig
 from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout, dropout_key
 from giantjax.model.layers import Block, LayerNorm, matrix, normal
 from giantjax.model.loss import cross_entropy
@@ -27,10 +27,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, comm: Communication, tensor: int, key: Array):
         token_key, position_key = jax.random.split(key)
-        size = config.hidden_size
-        # Rows of the padding are drawn with the others, so that the first rows do not depend on the padding's size.
-        self.token = matrix(_rows(token_key, config.padded_vocabulary(tensor), size, config.init_std), "vocabulary", "hidden")
-        self.position = matrix(_rows(position_key, config.sequence_length, size, config.init_std), "position", "hidden")
+        self.token = matrix(_vocabulary_rows(token_key, config, tensor), "vocabulary", "hidden")
+        self.position = matrix(normal(position_key, (config.sequence_length, config.hidden_size), config.init_std), "position", "hidden")
         self.comm = comm
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B s H"]:
@@ -52,7 +50,7 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, comm: Communication, tensor: int, key: Array):
         self.norm = LayerNorm(config)
         if config.head == "untied":
-            self.output = matrix(_rows(key, config.padded_vocabulary(tensor), config.hidden_size, config.init_std), "vocabulary", "hidden")
+            self.output = matrix(_vocabulary_rows(key, config, tensor), "vocabulary", "hidden")
         self.comm = comm
 
     def __call__(self, x: Float[Array, "B s H"], embedding: Float[Array, "v H"]) -> Float[Array, "B S v"]:
@@ -62,16 +60,17 @@ class Head(nnx.Module):
         return jnp.einsum("bsh,vh->bsv", normed, weights.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-def _rows(key: Array, num_rows: int, size: int, std: float) -> Float[Array, "R H"]:
-    """Normal rows, each from its own key: row i is the same however many rows there are."""
-    return jax.vmap(lambda row: normal(jax.random.fold_in(key, row), (size,), std))(jnp.arange(num_rows))
+def _vocabulary_rows(key: Array, config: ModelConfig, tensor: int) -> Float[Array, "V H"]:
+    """A row for each token, and zeros for the padding."""
+    drawn = normal(key, (config.vocabulary_size, config.hidden_size), config.init_std)
+    return jnp.pad(drawn, ((0, config.padded_vocabulary(tensor) - config.vocabulary_size), (0, 0)))
 
 
 @dataclass(frozen=True)
 class GPT(Model):
     """The record of a GPT, with its logits, which generation needs."""
 
-    logits: Callable[[Params, Float[Array, "B s H"]], Float[Array, "B S v"]]
+    logits: Callable[[Params, Float[Array, "B s H"]], Float[Array, "B S v"]] = field(kw_only=True)
     """shared, last residual stream -> fp32 logits over this device's part of the padded vocabulary."""
 
 
@@ -122,7 +121,14 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
     dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims["blocks"], is_leaf=lambda names: isinstance(names, tuple))
     decays = {name: _metadata(state, "decays") for name, state in abstract.items()}
-    return GPT(init, dims, decays, embed, block, loss, lambda batch: jnp.sum(batch["loss_mask"]), logits)
+    sizes = {"vocabulary": config.vocabulary_size}
+    return GPT(init, dims, decays, embed, block, loss, lambda batch: jnp.sum(batch["loss_mask"]), sizes, logits=logits)
+
+
+def model_on_mesh(config: RunConfig, dtype: DTypeLike) -> GPT:
+    """The model of a run, as its train step runs it inside a `shard_map`."""
+    tensor = config.mesh.tensor
+    return gpt(config.model, dtype, seed=config.seed, comm=Communication("tensor" if tensor > 1 else None), tensor=tensor)
 
 
 def _pure(module: nnx.Module) -> Params:

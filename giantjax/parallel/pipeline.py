@@ -79,6 +79,7 @@ class _Stage:
         self.model, self.recompute, self.params, self.batches = model, recompute, params, batches
         self.step, self.denominator = step, denominator
         self.num_stages, self.padded = len(table), bool((table < 0).any())
+        self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         self.layers = jnp.asarray(table)[self.index]
         first = self.microbatch(jnp.int32(0))
@@ -99,7 +100,7 @@ class _Stage:
         x = apply_blocks(self.model, params, self.layers, x, batch, self.step, self.recompute, self.padded)
         loss, metrics = self.model.loss(shared, x, batch, self.step)
         # Dividing here, not at the end, scales the gradients too.
-        loss, metrics = jax.tree.map(lambda total: total / self.denominator, (loss, metrics))
+        loss, metrics = varying(jax.tree.map(lambda total: total / self.denominator, (loss, metrics)), MICROBATCH_AXES)
         if self.num_stages > 1:
             loss, metrics = _where(self.index == self.num_stages - 1, (loss, metrics), jax.tree.map(jnp.zeros_like, (loss, metrics)))
         moving, still = self.split(varying(x))
@@ -163,6 +164,8 @@ def run_schedule(
     """
     _check_immediate(schedule)
     stage = _Stage(model, layer_table, recompute, params, batches, step, denominator)
+    if stage.num_stages == 1 and schedule.trains:
+        return _accumulate(stage)
     pullback = _Pullback(stage) if schedule.trains else None
     slots = residual_slots(schedule)
     moving, still = stage.split(stage.empty)
@@ -182,10 +185,28 @@ def run_schedule(
 def _check_immediate(schedule: Schedule) -> None:
     """Hops reach the next tick and are gone after it, so a schedule must use them there."""
     for table, order in ((schedule.forward, 1), (schedule.backward, -1)):
-        sender, receiver = table[:-1, :: order][:, :-1], table[1:, :: order][:, 1:]
+        sender, receiver = table[:-1, ::order][:, :-1], table[1:, ::order][:, 1:]
         expected = np.where(receiver != IDLE, receiver, sender)
-        if (expected != sender).any() or (table[0, :: order][1:] != IDLE).any():
+        if (expected != sender).any() or (table[0, ::order][1:] != IDLE).any():
             raise ValueError(f"schedule {schedule.name}: a message is used later than in the tick after it was sent")
+
+
+def _accumulate(stage: _Stage) -> Sums:
+    """Every microbatch forward and backward in turn: what any schedule comes to with a single stage, without a ring."""
+    moving, still = stage.split(stage.empty)
+
+    def loss_of(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
+        (_, loss), (_, metrics) = stage(params, moving, still, batch)
+        return loss, metrics
+
+    def add(sums: Sums, number: Array) -> tuple[Sums, None]:
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(stage.params, stage.microbatch(number))
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, Sums(loss, metrics, grads)), None
+
+    loss, metrics = loss_of(stage.params, stage.microbatch(jnp.int32(0)))
+    grads = jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), stage.params)
+    zeros = Sums(loss * 0, jax.tree.map(lambda x: x * 0, metrics), grads)
+    return lax.scan(add, zeros, jnp.arange(stage.num_microbatches))[0]
 
 
 class _Pullback:
@@ -234,14 +255,12 @@ def _zero_sums(stage: _Stage, pullback: _Pullback | None) -> Sums:
 
 def _tick(stage: _Stage, pullback: _Pullback | None, segment: Segment) -> Callable[[_Carry, dict[str, Array]], tuple[_Carry, None]]:
     """The body of the loop over a segment's ticks."""
-    several = stage.num_stages > 1
 
     def body(carry: _Carry, cell: dict[str, Array]) -> tuple[_Carry, None]:
         sent_forward, sent_backward, ring, sums = carry
-        if "forward" in segment.kinds and several:
+        received = sent_forward
+        if "forward" in segment.kinds:
             received = _hop(sent_forward, stage.num_stages, 1)
-        else:
-            received = sent_forward
         if "backward" in segment.kinds:
             assert pullback is not None
             there = cell["backward"] != IDLE
@@ -251,17 +270,17 @@ def _tick(stage: _Stage, pullback: _Pullback | None, segment: Segment) -> Callab
             cotangents = [jnp.where(passes_on, x, 0) for x in sent_backward]
             grads, sent = pullback.backward(kept, cotangents, jnp.where(there, 1.0, 0.0))
             sums = sums._replace(grads=jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums.grads, grads))
-            if several:
-                # Forward may not start before backward has ended, nor be merged with it; the hop back then lies over forward.
-                received, sent = lax.optimization_barrier((received, sent))
-                sent_backward = _hop(sent, stage.num_stages, -1)
+            # Forward may not start before backward has ended, nor be merged with it; the hop back then lies over forward.
+            received, sent = lax.optimization_barrier((received, sent))
+            sent_backward = _hop(sent, stage.num_stages, -1)
         if "forward" in segment.kinds:
             there = cell["forward"] != IDLE
             batch = stage.microbatch(cell["forward"])
+            moving, still = received
             if pullback is None:
-                (moving, loss), (still, metrics) = stage(stage.params, *received, batch)
+                (moving, loss), (still, metrics) = stage(stage.params, moving, still, batch)
             else:
-                (moving, loss), (still, metrics), leaves = pullback.forward(*received, batch)
+                (moving, loss), (still, metrics), leaves = pullback.forward(moving, still, batch)
                 slot = jnp.maximum(cell["write"], 0)
                 ring = [_put(buffer, leaf, slot, there) for buffer, leaf in zip(ring, leaves, strict=True)]
             sent_forward = (moving, still)

@@ -8,6 +8,7 @@ The devices execute exactly these tables (`giantjax.parallel.pipeline`), and the
 tables (`giantjax.parallel.simulate`).
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -94,7 +95,7 @@ class Schedule:
         starts = [0, *(np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1), self.num_ticks]
         return [
             Segment(int(first), int(stop), tuple(kind for kind, there in zip(KINDS, present[first], strict=True) if there))
-            for first, stop in zip(starts, starts[1:], strict=False)
+            for first, stop in itertools.pairwise(starts)
         ]
 
 
@@ -153,44 +154,59 @@ def _from_ticks(name: str, forward_at: Int[np.ndarray, "M S"], backward_at: Int[
     """The table in which action (m, s) stands in the tick given for it."""
     num_microbatches, num_stages = forward_at.shape
     num_ticks = int(max(forward_at.max(), -1 if backward_at is None else backward_at.max())) + 1
-    tables = []
-    for ticks in (forward_at, backward_at):
-        table = np.full((num_ticks, num_stages), IDLE, np.int32)
-        if ticks is not None:
-            microbatch, stage = np.indices(ticks.shape)
-            table[ticks, stage] = microbatch
-        tables.append(table)
-    return Schedule(name, num_microbatches, 1, *tables, np.full((num_ticks, num_stages), IDLE, np.int32))
+    forward, backward, weight = np.full((3, num_ticks, num_stages), IDLE, np.int32)
+    microbatch, stage = np.indices(forward_at.shape)
+    forward[forward_at, stage] = microbatch
+    if backward_at is not None:
+        backward[backward_at, stage] = microbatch
+    return Schedule(name, num_microbatches, 1, forward, backward, weight)
 
 
 def validate(schedule: Schedule) -> None:
     """Make sure that every action stands in the table once, after all it depends on.
 
     Raises:
-        InputError: an action is missing, doubled, or stands before what it needs; the sentence names it and the tick.
+        InputError: a cell holds no action, or an action is missing, doubled, or stands before what it needs; the sentence
+            names it and the tick.
     """
+    _check_cells(schedule)
     when: dict[Action, int] = {}
     for tick, action in schedule.actions():
-        if action.chunk >= schedule.num_chunks:
-            raise InputError(f"schedule {schedule.name}: tick {tick} has the {action}, but there are {schedule.num_chunks} chunks")
         if action in when:
             raise InputError(f"schedule {schedule.name}: the {action} stands in tick {when[action]} and again in tick {tick}")
         when[action] = tick
     for action in _expected(schedule):
         if action not in when:
-            raise InputError(f"schedule {schedule.name}: the {action} is missing")
+            raise InputError(f"schedule {schedule.name}: the {action} is missing from ticks 0 to {schedule.num_ticks - 1}")
         for needed in dependencies(schedule, action):
             # Within a tick, a stage's own backward comes before its weight gradient.
             same_tick = needed.stage == action.stage and KINDS.index(needed.kind) < KINDS.index(action.kind)
             if needed in when and when[needed] >= when[action] + same_tick:
                 order = "in the same tick as" if when[needed] == when[action] else "before"
                 raise InputError(
-                    f"schedule {schedule.name}: the {action} stands in tick {when[action]}, {order} the {needed} it waits for (tick {when[needed]})"
+                    f"schedule {schedule.name}: the {action} stands in tick {when[action]}, {order} the {needed} it waits for "
+                    f"(tick {when[needed]})"
                 )
 
 
+def _check_cells(schedule: Schedule) -> None:
+    """Make sure that the three tables are of one shape and that every cell is IDLE or an action there is."""
+    limit = schedule.num_chunks * schedule.num_microbatches
+    for kind in KINDS:
+        table = schedule.table(kind)
+        if table.shape != schedule.forward.shape:
+            raise InputError(f"schedule {schedule.name}: the {kind} table is {table.shape}, the forward table {schedule.forward.shape}")
+        for tick, stage in np.argwhere((table < IDLE) | (table >= limit)):
+            raise InputError(
+                f"schedule {schedule.name}: the {kind} cell of stage {stage} in tick {tick} holds {table[tick, stage]}; "
+                f"cells hold {IDLE} for idle, or 0 to {limit - 1} for {schedule.num_chunks} x {schedule.num_microbatches} microbatches"
+            )
+
+
 def _expected(schedule: Schedule) -> list[Action]:
-    kinds: list[Kind] = ["forward"] + (["backward"] if schedule.trains else []) + (["weight"] if schedule.splits_weight else [])
+    """All there is to do; a schedule that has weight gradients has backward actions too, present or missing."""
+    backward: list[Kind] = ["backward"] if schedule.trains or schedule.splits_weight else []
+    kinds: list[Kind] = ["forward", *backward] + (["weight"] if schedule.splits_weight else [])
     return [
         Action(kind, stage, microbatch, chunk)
         for microbatch in range(schedule.num_microbatches)

@@ -1,8 +1,8 @@
 """What the parallel machinery knows of a model, and how layers are dealt to pipeline stages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 Params = dict[str, Any]
 """`blocks`, whose leaves are stacked by layer, [num_layers, ...], and any further entries, shared by all stages."""
 Batch = dict[str, Array]
-Boundary = PyTree[Array]
+Boundary: TypeAlias = Any
 """What goes from block to block: any pytree of arrays of fixed shapes; those that are not floating carry no cotangent."""
 BLOCKS = "blocks"
 
@@ -40,6 +40,8 @@ class Model:
     """shared, last boundary, microbatch, step -> summed loss and further sums to report; `weight` divides them all."""
     weight: Callable[[Batch], Float[Array, ""]]
     """batch -> what sums of losses over it are divided by, such as its number of unmasked positions."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Sizes without padding of dims that are padded for the mesh; what lies beyond is zero and stays so."""
 
 
 def shared_of(params: Params) -> Params:

@@ -4,11 +4,11 @@ import math
 import time
 
 import jax
-from tensorboardX import SummaryWriter
 
 from giantjax.config import RunConfig
 from giantjax.errors import TrainingFault
 from giantjax.planner.flops import flops_per_sample
+from giantjax.training.events import EventFile
 from giantjax.training.metrics import MetricsFile, Record
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory
@@ -24,7 +24,7 @@ class Bookkeeper:
         self.config, self.run, self.first, self.start_samples = config, run, first, start_samples
         self.progress, self.peak = progress, peak
         self._file = MetricsFile(run.metrics, first)
-        self._board = SummaryWriter(str(run.tensorboard), purge_step=first + 1) if config.logging.tensorboard else None
+        self._board = EventFile(run.tensorboard, first) if config.logging.tensorboard else None
         self._pending: tuple[int, StepMetrics] | None = None
         self._record: Record | None = None
         self._clock = time.perf_counter()
@@ -60,18 +60,20 @@ class Bookkeeper:
         record, self._record = self._record | extra, None
         self._file.append(record)
         if self._board:
-            for name, value in record.items():
-                self._board.add_scalar(name, value, record["step"])
+            self._board.append(record)
         self.progress.show(record)
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+            self.close()
             raise TrainingFault(
                 f"at step {record['step']} the loss is {record['loss']} and the gradient norm {record['grad_norm']}; "
-                "the last checkpoint is whole, and a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
+                "a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
             )
 
     def sync(self) -> None:
         """Make what is written survive a power failure, before a checkpoint counts on it."""
         self._file.sync()
+        if self._board:
+            self._board.sync()
 
     def close(self) -> None:
         """Close every file."""
@@ -80,7 +82,7 @@ class Bookkeeper:
             self._board.close()
 
     def _make_record(self, step: int, metrics: StepMetrics) -> Record:
-        loss, grad_norm, learning_rate = (float(value) for value in jax.device_get(metrics))
+        loss, grad_norm, learning_rate, reported = jax.tree.map(float, jax.device_get(metrics))
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         samples, consumed = self.config.training.global_batch_size, self.consumed_samples(step)
@@ -97,4 +99,4 @@ class Bookkeeper:
             "consumed_tokens": consumed * self.config.model.sequence_length,
             "loss_scale": 1.0,
             "skipped": 0,
-        }
+        } | reported

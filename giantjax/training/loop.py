@@ -1,5 +1,6 @@
 """The training loop, read from top to bottom."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -10,21 +11,23 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from giantjax.checkpoint import CheckpointStore, Position, check_resume
+from giantjax.checkpoint import CheckpointStore, Position, check_resume, newest_whole
 from giantjax.config import RunConfig
 from giantjax.data.indexed import IndexedDataset
 from giantjax.data.loader import Batch, training_batches, validation_batches
 from giantjax.data.sources import Source, fingerprint
-from giantjax.model.gpt import gpt
+from giantjax.errors import TrainingFault
+from giantjax.model.gpt import model_on_mesh
 from giantjax.parallel.mesh import build_mesh
 from giantjax.planner.flops import num_parameters
 from giantjax.training.bookkeeper import Bookkeeper
+from giantjax.training.disk import abstract_disk_state, disk_forms, to_device, to_disk
 from giantjax.training.metrics import peak_flops
 from giantjax.training.optimizer import build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, write_record
-from giantjax.training.state import TrainState, abstract_state, init_state
+from giantjax.training.state import TrainState, abstract_state, check_finite, init_state, layout_of
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 from giantjax.training.stop import StopRequest
 
@@ -36,25 +39,34 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
 
     Raises:
         InputError: the mesh does not fit the devices, or the run in the directory had another configuration.
-        TrainingFault: the loss or the gradients are no longer finite.
+        TrainingFault: the loss, the gradients or the state are no longer finite, or a file cannot be written.
     """
-    stop = StopRequest()
     mesh = build_mesh(config.mesh)
     precision, reason = resolve_precision(config.training.precision, mesh.devices.flat[0])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
-    model = gpt(config.model, DTYPES[precision], config.mesh.tensor)
+    run.path.mkdir(parents=True, exist_ok=True)
+    model = model_on_mesh(config, DTYPES[precision])
     optimizer = build_optimizer(config, model.decays)
+    layout = layout_of(model, optimizer, mesh, config.training.zero_stage)
+    forms = disk_forms(model, optimizer, layout)
     corpus, total = fingerprint(train_data), config.training.num_steps
 
-    with CheckpointStore(run.checkpoints, config.checkpoint) as store, ProgressLine(total, config.logging.every) as progress:
+    with (
+        faults_of(run),
+        CheckpointStore(run.checkpoints, config.checkpoint) as store,
+        ProgressLine(total, config.logging.every) as progress,
+    ):
         first = store.latest_step() or 0
         if first:
             position = store.read_position(first)
             for sentence in check_resume(config, corpus, position):
                 progress.say(sentence)
-            state = store.read_state(first, abstract_state(model, optimizer, mesh))
+            if first >= total:
+                progress.say(f"nothing to do: step {first} of {total} is done")
+                return 0
+            state = to_device(store.read_state(first, abstract_disk_state(layout, forms)), forms, abstract_state(layout))
         else:
-            state = init_state(model, optimizer, mesh, config.seed)
+            state = init_state(model, optimizer, layout, config.seed)
         write_record(run.config, config)
         if isinstance(train_data, IndexedDataset) and train_data.record:
             write_record(run.tokenizer, train_data.record)
@@ -63,9 +75,7 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
         for sentence in start_summary(config, reason, book):
             progress.say(sentence)
         if first:
-            progress.say(f"resuming after step {first}" if first < total else f"nothing to do: step {first} of {total} is done")
-        if first >= total:
-            return 0
+            progress.say(f"resuming after step {first}")
 
         placement = NamedSharding(mesh, BATCH_SPEC)
         batches = training_batches(
@@ -78,14 +88,26 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
             prefetch=config.data.prefetch,
         )
         batch = jax.device_put(next(batches), placement)
+        progress.say("compiling")
         begin = time.perf_counter()
-        train_step = build_train_step(config, model, optimizer, mesh).lower(state, batch).compile()
-        evaluate = Evaluation(config, validation_data, build_eval_step(config, model, optimizer, mesh), placement)
+        train_step = build_train_step(
+            model,
+            optimizer,
+            layout,
+            num_microbatches=config.num_microbatches,
+            schedule=config.pipeline.schedule,
+            recompute=config.training.recompute,
+        )
+        compiled = train_step.lower(state, batch).compile()
+        eval_step = build_eval_step(model, layout, num_microbatches=config.num_microbatches)
+        evaluate = Evaluation(config, validation_data, eval_step, placement)
         progress.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
+        # Not before: until there is something new to save, a signal may end the run as it ends any program.
+        stop = StopRequest()
         book.start_clock()
         for step in range(first + 1, total + 1):
-            state, metrics = train_step(state, batch)
+            state, metrics = compiled(state, batch)
             book.push(step, metrics)
             # The next batch is fetched and sent while the device works on this one.
             if step < total:
@@ -94,17 +116,38 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
                 book.read()
                 book.write(validation_loss=evaluate(state))
                 book.start_clock()
-            if stop.name or step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            # Read once: a signal may arrive at any moment.
+            stopped_by = stop.name
+            if stopped_by or step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 book.write()
                 book.sync()
-                store.save(state, Position(step, book.consumed_samples(step), config.seed, corpus, dataclasses.asdict(config)))
+                check_finite(state, step)
+                store.save(
+                    to_disk(state, forms), Position(step, book.consumed_samples(step), config.seed, corpus, dataclasses.asdict(config))
+                )
                 book.start_clock()
-            if stop.name and step < total:
+            if stopped_by and step < total:
                 store.wait()
-                progress.say(f"stopped by {stop.name} after step {step}, which is saved; the same command goes on from there")
+                book.close()
+                progress.say(f"stopped by {stopped_by} after step {step}, which is saved; the same command goes on from there")
                 return SAVED_ON_SIGNAL
         book.close()
     return 0
+
+
+@contextlib.contextmanager
+def faults_of(run: RunDirectory) -> Iterator[None]:
+    """Say of a fault, a file that cannot be written among them, what is left to go on from.
+
+    Raises:
+        TrainingFault: in the place of each TrainingFault and each OSError.
+    """
+    try:
+        yield
+    except (TrainingFault, OSError) as error:
+        step = newest_whole(run.checkpoints)
+        left = f"holds checkpoint {step} whole, and the same command goes on from there" if step else "holds no checkpoint yet"
+        raise TrainingFault(f"{error}; {run.path} {left}") from error
 
 
 def start_summary(config: RunConfig, reason: str, book: Bookkeeper) -> list[str]:

@@ -24,7 +24,11 @@ class MetricsFile:
         self.path = path
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
         aside = path.with_suffix(".jsonl.part")
-        aside.write_text("".join(kept), encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            # Before the rename: a power failure must not leave the new name with nothing in it.
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 

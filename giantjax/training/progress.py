@@ -34,16 +34,15 @@ class ProgressLine:
         self._bar = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=self._console, transient=False
         )
-        self._task = self._bar.add_task("compiling", total=num_steps)
+        self._task = self._bar.add_task("", total=num_steps)
         self._step_time: float | None = None
 
     def __enter__(self) -> "ProgressLine":
-        if self._live:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._live:
+            self._bar.stop()
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
@@ -57,6 +56,8 @@ class ProgressLine:
         self._step_time = latest if self._step_time is None else 0.9 * self._step_time + 0.1 * latest
         text = summary(record, self.num_steps, self._step_time * (self.num_steps - record["step"]))
         if self._live:
+            # Not before there is a step to show: the bar hides the cursor, and a compilation may be interrupted.
+            self._bar.start()
             self._bar.update(self._task, completed=record["step"], description=text)
             if "validation_loss" in record:
                 self.say(text)

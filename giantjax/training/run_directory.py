@@ -1,9 +1,11 @@
-"""The directory of a run: made, checked and written before any device work."""
+"""The directory of a run: checked before any device work, and what is written in it."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,26 +56,36 @@ def directory_of(config: RunConfig) -> RunDirectory:
 
 
 def check_run_directory(config: RunConfig) -> RunDirectory:
-    """Make the run directory and make sure that it can hold the run; leaves nothing new behind where it cannot.
+    """Make sure that the run directory can be made and can hold the run; leaves nothing new behind.
 
     Raises:
         InputError: it cannot be made or written, or its disk has no room for the checkpoints kept.
     """
     run = directory_of(config)
-    made = [path for path in (run.path, *run.path.parents) if not path.exists()]
+    made: list[Path] = []
     try:
+        made += [path for path in (run.path, *run.path.parents) if not path.exists()]
         run.path.mkdir(parents=True, exist_ok=True)
-        probe = run.path / ".writable"
-        probe.write_bytes(b"0" * 4096)
-        probe.unlink()
+        _check_parts(run)
+        with tempfile.TemporaryFile(dir=run.path) as probe:
+            probe.write(b"0" * 4096)
         _check_room(config, run)
     except OSError as error:
-        _remove(made)
         raise InputError(f"the run directory {run.path} cannot be written: {error.strerror}; name another with --run-dir") from error
-    except InputError:
-        _remove(made)
-        raise
+    finally:
+        # Deepest first, and only what is empty: another process may have begun a run in one of them.
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
     return run
+
+
+def _check_parts(run: RunDirectory) -> None:
+    folders = (run.checkpoints, run.tensorboard)
+    for path in (*folders, run.config, run.tokenizer, run.metrics):
+        if path.exists() and path.is_dir() != (path in folders):
+            what = "no folder" if path in folders else "a folder"
+            raise InputError(f"{path} is {what}, so that {run.path} cannot hold a run; remove it, or name another --run-dir")
 
 
 def _check_room(config: RunConfig, run: RunDirectory) -> None:
@@ -89,12 +101,6 @@ def _check_room(config: RunConfig, run: RunDirectory) -> None:
             f"the run directory {run.path} has room for {in_words(free + held)}, but checkpoint.keep {config.checkpoint.keep} + 1 "
             f"checkpoints of {in_words(each)} need {in_words(needed)}; {advice}name a larger disk with --run-dir"
         )
-
-
-def _remove(made: list[Path]) -> None:
-    """Take back the directories this process made, deepest first."""
-    for path in made:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_record(path: Path, record: Any) -> None:
@@ -113,6 +119,11 @@ def read_record(run: RunDirectory, path: Path, kind: type[T]) -> T:
     if not path.exists():
         raise InputError(f"{run.path} is not the directory of a run that could be used here: it has no {path.name}")
     try:
-        return from_dict(kind, json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        return from_dict(kind, values)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged ({error}); the same command that started the run writes it again") from error

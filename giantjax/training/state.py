@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from giantjax.errors import TrainingFault
 from giantjax.parallel.sharding import partition_specs, shardings
 from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
 from giantjax.training.optimizer import Optimizer
@@ -98,3 +99,23 @@ def abstract_state(layout: Layout) -> TrainState:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), layout.shapes, layout.shardings
     )
+
+
+def check_finite(state: TrainState, step: int) -> None:
+    """Make sure that the state after `step` holds neither NaN nor infinity, so that no checkpoint ever does.
+
+    Raises:
+        TrainingFault: a leaf does; the sentence names it.
+    """
+    finite = jax.device_get(_finite(state))
+    bad = [jax.tree_util.keystr(path) for path, whole in jax.tree_util.tree_leaves_with_path(finite) if not whole]
+    if bad:
+        raise TrainingFault(
+            f"after step {step} arrays of the state are not finite ({len(bad)} of them, {bad[0]} the first), so it is not saved; "
+            "a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
+        )
+
+
+@jax.jit
+def _finite(state: TrainState) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), state)

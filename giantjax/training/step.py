@@ -26,8 +26,8 @@ class StepMetrics(NamedTuple):
     grad_norm: Float32[Array, ""]
     """Global norm of the gradients before clipping."""
     learning_rate: Float32[Array, ""]
-    metrics: dict[str, Array]
-    """Further means that the model reports."""
+    reported: dict[str, Array]
+    """Further means that the model names."""
 
 
 BATCH_SPEC = partition_spec(("batch",))

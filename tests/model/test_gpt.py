@@ -13,7 +13,18 @@ from giantjax.config import ModelConfig
 from giantjax.model.gpt import Model, Params, apply_blocks, gpt
 from giantjax.model.layers import FeedForward
 from giantjax.model.loss import mask_padding
-from tests.helpers import FORWARD, GRADIENT, key_of, logits_of, loss_and_grads, loss_of, random_batch, random_params, relative_error, small_model
+from tests.helpers import (
+    FORWARD,
+    GRADIENT,
+    key_of,
+    logits_of,
+    loss_and_grads,
+    loss_of,
+    random_batch,
+    random_params,
+    relative_error,
+    small_model,
+)
 
 CONFIG = small_model()
 MODEL = gpt(CONFIG)
@@ -103,7 +114,9 @@ def test_blocks_are_stacked_by_layer_and_start_apart(params):
     init = MODEL.init(jax.random.key(0))
     leading = {leaf.shape[0] for leaf in jax.tree.leaves(init["blocks"])}
     assert leading == {CONFIG.num_layers}
-    kernels = [leaf for leaf, decays in zip(jax.tree.leaves(init["blocks"]), jax.tree.leaves(MODEL.decays["blocks"]), strict=True) if decays]
+    kernels = [
+        leaf for leaf, decays in zip(jax.tree.leaves(init["blocks"]), jax.tree.leaves(MODEL.decays["blocks"]), strict=True) if decays
+    ]
     assert len(kernels) == 4
     assert all(not np.any(kernel[0] == kernel[1]) for kernel in kernels)
 
