@@ -1,14 +1,16 @@
 """What several tests need: tolerances, small models and batches, weights in Hugging Face's layout."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+import optax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from giantjax.config import MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainingConfig
@@ -18,7 +20,7 @@ from giantjax.parallel.mesh import build_mesh
 from giantjax.parallel.sharding import shardings
 from giantjax.training.optimizer import build_optimizer
 from giantjax.training.state import TrainState, state_specs
-from giantjax.training.step import BATCH_SPEC, StepMetrics, build_train_step
+from giantjax.training.step import BATCH_SPEC, build_train_step
 
 FORWARD = 1e-5
 GRADIENT = 1e-4
@@ -53,20 +55,20 @@ def random_params(model: Model, seed: int = 0) -> Params:
     return jax.tree.map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)), model.decays)
 
 
-def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> Batch:
-    """Random tokens, targets that follow them, and a mask of ones."""
+def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> dict[str, Any]:
+    """Random tokens, targets that follow them, and a mask of ones, on the host."""
     tokens = np.random.default_rng(seed).integers(0, config.vocabulary_size, (num_samples, config.sequence_length + 1), np.int32)
     return {
-        "tokens": jnp.asarray(tokens[:, :-1]),
-        "targets": jnp.asarray(tokens[:, 1:]),
-        "loss_mask": jnp.ones((num_samples, config.sequence_length), jnp.float32),
-        "sample": jnp.arange(100, 100 + num_samples, dtype=jnp.uint32),
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": np.ones((num_samples, config.sequence_length), np.float32),
+        "sample": np.arange(100, 100 + num_samples, dtype=np.uint32),
     }
 
 
 def key_of(batch: Batch, step: int = 0) -> DropoutKey:
     """A dropout key for `batch`."""
-    return dropout_key(1234, jnp.int32(step), batch["sample"])
+    return jax.jit(dropout_key, static_argnums=0)(1234, np.int32(step), batch["sample"])
 
 
 def logits_of(model: Model, params: Params, batch: Batch, key: DropoutKey | None = None, recompute: str = "none") -> Array:
@@ -99,19 +101,49 @@ def run_config(
     )
 
 
-def train(config: RunConfig, params: Params, batches: list[Batch]) -> tuple[StepMetrics, TrainState]:
-    """One step a batch from `params`: the metrics of all steps stacked, and the last state, both on the host."""
+class Curves(NamedTuple):
+    """What training measured, a float64 value a step."""
+
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    learning_rate: np.ndarray
+
+
+class Program(NamedTuple):
+    """What trains one configuration."""
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    step: jax.stages.Wrapped
+
+    def place(self, params: Params) -> TrainState:
+        """The state before the first step, starting from `params`, which it shares no memory with."""
+        moments = jax.eval_shape(self.optimizer.init, params)
+        state = TrainState(np.int32(0), jax.device_get(params), jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), moments))
+        return jax.device_put(state, shardings(self.mesh, state_specs(self.model, self.optimizer)))
+
+    def place_batch(self, batch: Batch) -> Batch:
+        """A global batch, spread over the mesh."""
+        return jax.device_put(batch, NamedSharding(self.mesh, BATCH_SPEC))
+
+
+@functools.cache
+def program(config: RunConfig) -> Program:
+    """The program of `config`, compiled once in a process."""
     mesh, model = build_mesh(config.mesh), gpt(config.model, tensor=config.mesh.tensor)
     optimizer = build_optimizer(config, model.decays)
-    step = build_train_step(config, model, optimizer, mesh)
-    state = TrainState(np.int32(0), params, optimizer.init(params))
-    # From the host, so that the donated state does not share memory with `params`.
-    state = jax.device_put(jax.device_get(state), shardings(mesh, state_specs(model, optimizer)))
-    metrics = []
+    return Program(model, optimizer, mesh, build_train_step(config, model, optimizer, mesh))
+
+
+def train(config: RunConfig, params: Params, batches: list[dict[str, Any]]) -> tuple[Curves, TrainState]:
+    """One step a batch from `params`: what was measured, and the last state, both on the host."""
+    trainer = program(config)
+    state, metrics = trainer.place(params), []
     for batch in batches:
-        state, measured = step(state, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC)))
+        state, measured = trainer.step(state, trainer.place_batch(batch))
         metrics.append(jax.device_get(measured))
-    return StepMetrics(*np.array(metrics, np.float64).T), jax.device_get(state)
+    return Curves(*np.array(metrics, np.float64).T), jax.device_get(state)
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:

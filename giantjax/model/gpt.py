@@ -117,7 +117,8 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, tensor: int = 1) ->
 
     def loss(params: Params, x: Array, batch: Batch) -> Array:
         losses = cross_entropy(logits(params, x), batch["targets"], config.vocabulary_size)
-        return jnp.sum(losses * batch["loss_mask"])
+        # Not a product alone: the loss of a masked position may be infinite.
+        return jnp.sum(jnp.where(batch["loss_mask"] == 0, 0, losses * batch["loss_mask"]))
 
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
     dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims.pop("block"), is_leaf=_is_dims)
