@@ -6,6 +6,7 @@ so a killed save leaves either the whole of it or nothing that a restore would l
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ class CheckpointStore:
         Raises:
             InputError: it cannot be read.
         """
-        with self._reading(step):
+        with _reading(self._manager, self._folder, step):
             restored = self._manager.restore(step, args=ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()}))
             return Position(**restored[POSITION])
 
@@ -116,7 +117,7 @@ class CheckpointStore:
         Raises:
             InputError: it cannot be read.
         """
-        with self._reading(step):
+        with _reading(self._manager, self._folder, step):
             restored = self._manager.restore(step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)}))
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restored[STATE], abstract)
 
@@ -129,16 +130,21 @@ class CheckpointStore:
         with _as_os_error():
             self._manager.wait_until_finished()
 
-    @contextlib.contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
-        """Say which checkpoint cannot be read: none that a kill left, but a copy that was cut short, or a bad disk."""
-        try:
-            yield
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            others = [saved for saved in self._manager.all_steps() if saved < step]
-            instead = f"go on from step {max(others)}" if others else "start anew"
-            reason = str(error).partition("\n")[0]
-            raise InputError(f"checkpoint {self._folder / str(step)} cannot be read ({reason}); move it away to {instead}") from error
+
+@contextlib.contextmanager
+def _reading(manager: ocp.CheckpointManager, folder: Path, step: int) -> Iterator[None]:
+    """Say which checkpoint cannot be read: none that a kill left, but a copy that was cut short, or a bad disk."""
+    try:
+        yield
+    except Exception as error:
+        # For an array that is cut short, orbax raises an Exception of no kind.
+        if not isinstance(error, (KeyError, OSError, TypeError, ValueError)) and type(error) is not Exception:
+            raise
+        others = [saved for saved in manager.all_steps() if saved < step]
+        instead = f"go on from step {max(others)}" if others else "start anew"
+        cause = error.__cause__ or error
+        reason = re.split(r"\n|\.( |$)", str(cause.args[0] if isinstance(cause, KeyError) else cause))[0]
+        raise InputError(f"checkpoint {folder / str(step)} cannot be read ({reason}); move it away to {instead}") from error
 
 
 @contextlib.contextmanager
@@ -185,16 +191,23 @@ def check_resume(config: RunConfig, corpus: str, position: Position) -> list[str
     return [f"accepted change: {path} was {before[path]} and is {now[path]}" for path in changed]
 
 
-def load_params(folder: Path, abstract: PyTree) -> tuple[int, PyTree]:
+def load_params(folder: Path, config: RunConfig, abstract: PyTree) -> tuple[int, PyTree]:
     """The step and the parameters of the newest checkpoint in `folder`, placed as `abstract` says.
 
     Raises:
-        InputError: there is no whole checkpoint.
+        InputError: there is no whole checkpoint, it cannot be read, or it is of another model.
     """
-    manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True), item_names=(STATE,))
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=(STATE, POSITION))
     step = manager.latest_step() if folder.exists() else None
     if step is None:
         raise InputError(f"{folder} holds no whole checkpoint; train first, or wait for the first save")
+    with _reading(manager, folder, step):
+        saved = manager.restore(step, args=ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()}))[POSITION]["config"]
+        same = from_dict(RunConfig, saved).model == config.model
+    if not same:
+        raise InputError(f"{folder / str(step)} is of another model than {folder.with_name('config.json')} says; put the old file back")
     wanted = {"params": abstract}
     arguments = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
-    return step, manager.restore(step, args=ocp.args.Composite(**{STATE: arguments}))[STATE]["params"]
+    with _reading(manager, folder, step):
+        return step, manager.restore(step, args=ocp.args.Composite(**{STATE: arguments}))[STATE]["params"]

@@ -1,9 +1,10 @@
 """What several tests need: tolerances, small models and batches, weights in Hugging Face's layout."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from giantjax.config import MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainingConfig
-from giantjax.model.dropout import DropoutKey, dropout_key
-from giantjax.model.gpt import Batch, Model, Params, apply_blocks, gpt
+from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.mesh import build_mesh
-from giantjax.parallel.sharding import shardings
-from giantjax.training.optimizer import build_optimizer
-from giantjax.training.state import TrainState, state_specs
-from giantjax.training.step import BATCH_SPEC, StepMetrics, build_train_step
+from giantjax.parallel.stages import Batch, Model, Params, apply_blocks
+from giantjax.training.optimizer import Optimizer, build_optimizer
+from giantjax.training.state import Layout, TrainState, layout_of
+from giantjax.training.step import BATCH_SPEC, build_train_step
 
 FORWARD = 1e-5
 GRADIENT = 1e-4
@@ -53,35 +53,36 @@ def random_params(model: Model, seed: int = 0) -> Params:
     return jax.tree.map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)), model.decays)
 
 
-def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> Batch:
-    """Random tokens, targets that follow them, and a mask of ones."""
+def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> dict[str, Any]:
+    """Random tokens, targets that follow them, and a mask of ones, on the host."""
     tokens = np.random.default_rng(seed).integers(0, config.vocabulary_size, (num_samples, config.sequence_length + 1), np.int32)
     return {
-        "tokens": jnp.asarray(tokens[:, :-1]),
-        "targets": jnp.asarray(tokens[:, 1:]),
-        "loss_mask": jnp.ones((num_samples, config.sequence_length), jnp.float32),
-        "sample": jnp.arange(100, 100 + num_samples, dtype=jnp.uint32),
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": np.ones((num_samples, config.sequence_length), np.float32),
+        "sample": np.arange(100, 100 + num_samples, dtype=np.uint32),
     }
 
 
-def key_of(batch: Batch, step: int = 0) -> DropoutKey:
-    """A dropout key for `batch`."""
-    return dropout_key(1234, jnp.int32(step), batch["sample"])
+def last_stream(model: Model, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:
+    """The residual stream after the last block; dropout is that of `step`."""
+    layers = jnp.arange(jax.tree.leaves(params["blocks"])[0].shape[0])
+    return apply_blocks(model, params, layers, model.embed(params, batch, step), batch, step, recompute, padded=False)
 
 
-def logits_of(model: Model, params: Params, batch: Batch, key: DropoutKey | None = None, recompute: str = "none") -> Array:
+def logits_of(model: GPT, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:
     """fp32 logits over the padded vocabulary."""
-    return model.logits(params, apply_blocks(model, params["blocks"], model.embed(params, batch, key), key, recompute))
+    return model.logits(params, last_stream(model, params, batch, step, recompute))
 
 
-def loss_of(model: Model, params: Params, batch: Batch, key: DropoutKey | None = None, recompute: str = "none") -> Array:
+def loss_of(model: Model, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:
     """The masked sum of losses."""
-    return model.loss(params, apply_blocks(model, params["blocks"], model.embed(params, batch, key), key, recompute), batch)
+    return model.loss(params, last_stream(model, params, batch, step, recompute), batch, step)[0]
 
 
 def loss_and_grads(model: Model, recompute: str = "none") -> Callable[..., tuple[Array, Params]]:
-    """parameters, batch, optional dropout key -> loss and gradients, compiled."""
-    return jax.jit(jax.value_and_grad(lambda params, batch, key=None: loss_of(model, params, batch, key, recompute)))
+    """parameters, batch, optional step -> loss and gradients, compiled."""
+    return jax.jit(jax.value_and_grad(lambda params, batch, step=None: loss_of(model, params, batch, step, recompute)))
 
 
 def run_config(
@@ -99,19 +100,50 @@ def run_config(
     )
 
 
-def train(config: RunConfig, params: Params, batches: list[Batch]) -> tuple[StepMetrics, TrainState]:
-    """One step a batch from `params`: the metrics of all steps stacked, and the last state, both on the host."""
-    mesh, model = build_mesh(config.mesh), gpt(config.model, tensor=config.mesh.tensor)
+class Curves(NamedTuple):
+    """What training measured, a float64 value a step."""
+
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    learning_rate: np.ndarray
+
+
+class Program(NamedTuple):
+    """What trains one configuration."""
+
+    model: Model
+    optimizer: Optimizer
+    layout: Layout
+    step: jax.stages.Wrapped
+
+    def place(self, params: Params) -> TrainState:
+        """The state before the first step, starting from `params`, which it shares no memory with."""
+        moments = jax.eval_shape(self.optimizer.transform.init, params)
+        state = TrainState(np.int32(0), jax.device_get(params), jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), moments))
+        return jax.device_put(state, self.layout.shardings)
+
+    def place_batch(self, batch: Batch) -> Batch:
+        """A global batch, spread over the mesh."""
+        return jax.device_put(batch, NamedSharding(self.layout.mesh, BATCH_SPEC))
+
+
+@functools.cache
+def program(config: RunConfig) -> Program:
+    """The program of `config`, compiled once in a process."""
+    model = gpt(config.model, seed=config.seed)
     optimizer = build_optimizer(config, model.decays)
-    step = build_train_step(config, model, optimizer, mesh)
-    state = TrainState(np.int32(0), params, optimizer.init(params))
-    # From the host, so that the donated state does not share memory with `params`.
-    state = jax.device_put(jax.device_get(state), shardings(mesh, state_specs(model, optimizer)))
-    metrics = []
+    layout = layout_of(model, optimizer, build_mesh(config.mesh))
+    return Program(model, optimizer, layout, build_train_step(model, optimizer, layout, num_microbatches=config.num_microbatches))
+
+
+def train(config: RunConfig, params: Params, batches: list[dict[str, Any]]) -> tuple[Curves, TrainState]:
+    """One step a batch from `params`: what was measured, and the last state, both on the host."""
+    trainer = program(config)
+    state, metrics = trainer.place(params), []
     for batch in batches:
-        state, measured = step(state, jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC)))
-        metrics.append(jax.device_get(measured))
-    return StepMetrics(*np.array(metrics, np.float64).T), jax.device_get(state)
+        state, measured = trainer.step(state, trainer.place_batch(batch))
+        metrics.append(jax.device_get(measured)[:3])
+    return Curves(*np.array(metrics, np.float64).T), jax.device_get(state)
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:

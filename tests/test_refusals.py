@@ -30,6 +30,8 @@ from giantjax.training.run_directory import write_record
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 GIB = 2**30
+# Where the other tests keep compiled programs.
+COMPILED = jax.config.values["jax_compilation_cache_dir"]
 # What looks for GPUs; tests put something else in its place.
 QUERY_GPUS = cluster._query_gpus
 TINY = """\
@@ -376,7 +378,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the stock, which is the working directory and holds the cache folder."""
     work = tmp_path / "work"
-    shutil.copytree(stock, work, symlinks=True)
+    shutil.copytree(stock, work, symlinks=True, copy_function=shutil.copyfile)
     (work / "cache").mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setenv("XDG_CACHE_HOME", str(work / "cache"))
@@ -407,8 +409,6 @@ class Run(Protocol):
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    cache = jax.config.read("jax_compilation_cache_dir")
-
     def run(command: str, starts_jax: bool = False) -> Outcome:
         name, *arguments = shlex.split(command)
         monkeypatch.setattr(sys, "argv", [f"scripts/{name}.py", *arguments])
@@ -422,7 +422,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Outcome(int(exit.value.code or 0), *capsys.readouterr())
 
     yield run
-    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_compilation_cache_dir", COMPILED)
 
 
 def run_process(command: str, first: str = "", environment: dict[str, str] | None = None, folder: Path | None = None) -> Outcome:
@@ -553,7 +553,7 @@ def trained(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished run."""
     path = tmp_path_factory.mktemp("trained") / "run"
     done = run_process(
-        f"pretrain --config tiny.py --run-dir {path} --runtime.compilation-cache {jax.config.read('jax_compilation_cache_dir')}",
+        f"pretrain --config tiny.py --run-dir {path} --runtime.compilation-cache {COMPILED}",
         environment={"JAX_PLATFORMS": "cpu"},
         folder=stock,
     )
@@ -600,6 +600,27 @@ def test_another_text_under_the_old_name_is_another_corpus(folder: Path, trained
 
 
 @pytest.mark.xdist_group("trained")
+@pytest.mark.parametrize("command", ["generate --run runs/tiny", "pretrain --config tiny.py --training.num-steps 3"])
+def test_a_damaged_checkpoint_is_named(command: str, folder: Path, trained: Path, run: Run) -> None:
+    shutil.copytree(trained, folder / "runs" / "tiny")
+    (folder / "runs/tiny/checkpoints/2/position/metadata").write_bytes(b"")
+    before = snapshot(folder)
+    check_refused(run(command, starts_jax=True), "checkpoint runs/tiny/checkpoints/2 cannot be read (", "move it away to start anew")
+    assert snapshot(folder) == before
+
+
+@pytest.mark.xdist_group("trained")
+def test_a_config_of_another_model_does_not_read_a_checkpoint(folder: Path, trained: Path, run: Run) -> None:
+    shutil.copytree(trained, folder / "runs" / "tiny")
+    config = folder / "runs/tiny/config.json"
+    config.write_text(config.read_text().replace('"num_layers": 1', '"num_layers": 2'))
+    before = snapshot(folder)
+    says = "runs/tiny/checkpoints/2 is of another model than runs/tiny/config.json says"
+    check_refused(run("generate --run runs/tiny", starts_jax=True), says)
+    assert snapshot(folder) == before
+
+
+@pytest.mark.xdist_group("trained")
 def test_an_accepted_change_is_said(folder: Path, trained: Path, run: Run) -> None:
     shutil.copytree(trained, folder / "runs" / "tiny")
     change = "--optimizer.learning-rate 0.1 --checkpoint.accept-change optimizer.learning-rate --runtime.compilation-cache off"
@@ -627,57 +648,56 @@ def mount(folder: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-READ_ONLY = "Read-only file system"
-
-
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("pretrain --config tiny.py --run-dir mounted", f"the run directory mounted cannot be written: {READ_ONLY}"),
-        ("pretrain --config tiny.py --run-dir mounted/new/run", f"the run directory mounted/new/run cannot be written: {READ_ONLY}"),
-        ("prepare_data a.txt --output mounted/p", f"cannot write mounted/p.bin: {READ_ONLY}"),
-        ("prepare_data a.txt --output mounted/new/p", f"its folder mounted/new cannot be made: {READ_ONLY}"),
-    ],
+READ_ONLY = (
+    tiny("run", "--run-dir mounted", "the run directory mounted cannot be written: Read-only file system"),
+    tiny("new-run", "--run-dir mounted/new/run", "the run directory mounted/new/run cannot be written: Read-only file system"),
+    case("corpus", "prepare_data a.txt --output mounted/p", "cannot write mounted/p.bin: Read-only file system"),
+    case("new-folder", "prepare_data a.txt --output mounted/new/p", "its folder mounted/new cannot be made: Read-only file system"),
 )
-def test_a_disk_that_cannot_be_written(command: str, says: str, folder: Path, run: Run, mount: Callable[[str], Path]) -> None:
+
+
+@pytest.mark.parametrize("case", READ_ONLY, ids=[case.name for case in READ_ONLY])
+def test_a_disk_that_cannot_be_written(case: Case, folder: Path, run: Run, mount: Callable[[str], Path]) -> None:
     mount("ro")
     before = snapshot(folder)
-    check_refused(run(command), says)
+    check_refused(run(case.command), *case.says)
     assert snapshot(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "free", "says"),
-    [
-        ("pretrain --config tiny.py --run-dir mounted/new/run", 64, "has room for 64.0 KiB, but checkpoint.keep 3 + 1 checkpoints of"),
-        ("pretrain --config tiny.py --run-dir mounted/new/run", 0, "the run directory mounted/new/run cannot be written: No space left"),
-        ("pretrain --config tiny.py --run-dir mounted/old", 0, "the run directory mounted/old cannot be written: No space left"),
-        ("prepare_data large.txt --output mounted/new/p", 64, "cannot write mounted/new/p.bin: No space left on device"),
-    ],
+# A case and the KiB that the disk has left.
+FULL = (
+    (tiny("run-without-room", "--run-dir mounted/new/run", "has room for 64.0 KiB, but checkpoint.keep 3 + 1 checkpoints of"), 64),
+    (tiny("new-run", "--run-dir mounted/new/run", "the run directory mounted/new/run cannot be written: No space left on device"), 0),
+    (tiny("run", "--run-dir mounted/old", "the run directory mounted/old cannot be written: No space left on device"), 0),
+    (case("corpus", "prepare_data large.txt --output mounted/new/p", "cannot write mounted/new/p.bin: No space left on device"), 64),
 )
-def test_a_disk_that_is_full(command: str, free: int, says: str, folder: Path, run: Run, mount: Callable[[str], Path]) -> None:
+
+
+@pytest.mark.parametrize(("case", "free"), FULL, ids=[case.name for case, _ in FULL])
+def test_a_disk_that_is_full(case: Case, free: int, folder: Path, run: Run, mount: Callable[[str], Path]) -> None:
     place = mount("size=256k")
     shutil.copytree(folder / "runs" / "good", place / "old")
     (place / "filler").write_bytes(bytes(shutil.disk_usage(place).free - free * 2**10))
     (folder / "large.txt").write_bytes(b"x" * 10**5)
     before = snapshot(folder)
-    check_refused(run(command), says)
+    check_refused(run(case.command), *case.says)
     assert snapshot(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("pretrain --config tiny.py --run-dir new/run", "the run directory new/run cannot be written: File too large"),
-        ("pretrain --config tiny.py --run-dir runs/good", "the run directory runs/good cannot be written: File too large"),
-        ("prepare_data large.txt --output new/p", "cannot write new/p.bin: File too large"),
-    ],
+LIMITED = (
+    tiny("new-run", "--run-dir new/run", "the run directory new/run cannot be written: File too large"),
+    tiny("run", "--run-dir runs/good", "the run directory runs/good cannot be written: File too large"),
+    case("corpus", "prepare_data large.txt --output new/p", "cannot write new/p.bin: File too large"),
 )
-def test_a_limit_on_the_size_of_files(command: str, says: str, folder: Path) -> None:
+
+
+@pytest.mark.parametrize("case", LIMITED, ids=[case.name for case in LIMITED])
+def test_a_limit_on_the_size_of_files(case: Case, folder: Path) -> None:
     """What a full disk does, for those who may not mount one."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
     (folder / "large.txt").write_bytes(b"x" * 10**5)
     before = snapshot(folder)
-    check_refused(run_process(command, first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"), says)
+    check_refused(run_process(case.command, first=limit), *case.says)
     assert snapshot(folder) == before
 
 

@@ -116,7 +116,8 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
 
     def loss(shared: Params, x: Array, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:
         losses = cross_entropy(logits(shared, x), batch["targets"], config.vocabulary_size, comm)
-        return jnp.sum(losses * batch["loss_mask"]), {}
+        # Not a product alone: the loss of a masked position may be infinite.
+        return jnp.sum(jnp.where(batch["loss_mask"] == 0, 0, losses * batch["loss_mask"])), {}
 
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
     dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims["blocks"], is_leaf=lambda names: isinstance(names, tuple))

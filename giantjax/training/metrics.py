@@ -60,7 +60,8 @@ def _whole_lines(path: Path) -> list[str]:
 
 def _is_record(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict) and "step" in json.loads(line)
+        record = json.loads(line)
+        return isinstance(record, dict) and isinstance(record.get("step"), int)
     except json.JSONDecodeError:
         return False
 

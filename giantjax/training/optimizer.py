@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from giantjax.config import RunConfig
 
@@ -19,6 +20,14 @@ class Optimizer:
     """Steps taken -> learning rate of the next step, to report; `transform` applies it."""
     clip_norm: float | None = None
     """Gradients are scaled down to this global norm."""
+
+
+def clipped(grads: PyTree, norm: Array, limit: float | None) -> PyTree:
+    """Gradients of global norm `norm`, scaled down to `limit` where that is less (Pascanu et al., 2013)."""
+    if limit is None:
+        return grads
+    scale = jnp.where(norm < limit, 1.0, limit / norm)
+    return jax.tree.map(lambda g: g * scale, grads)
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:

@@ -39,5 +39,5 @@ def load_trained(run: RunDirectory, mesh: MeshConfig | None = None) -> Trained:
     nothing = Optimizer(optax.identity(), optax.constant_schedule(0.0))
     layout = layout_of(model, nothing, build_mesh(config.mesh))
     forms = disk_forms(model, nothing, layout)
-    step, params = load_params(run.checkpoints, abstract_disk_state(layout, forms).params)
+    step, params = load_params(run.checkpoints, config, abstract_disk_state(layout, forms).params)
     return Trained(config, model, layout, to_device(params, forms.params, abstract_state(layout).params), step)

@@ -14,7 +14,7 @@ from giantjax.parallel.pipeline import Sums, run_schedule, varying, varying_axes
 from giantjax.parallel.schedule import forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
 from giantjax.parallel.stages import Batch, Model, Params
-from giantjax.training.optimizer import Optimizer
+from giantjax.training.optimizer import Optimizer, clipped
 from giantjax.training.state import Layout, TrainState
 
 
@@ -65,9 +65,7 @@ def build_train_step(
         assert sums.grads is not None
         grads = jax.tree.map(_reduce_gradient, sums.grads, layout.params, layout.zero_dims)
         norm = _global_norm(grads)
-        if optimizer.clip_norm is not None:
-            scale = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
-            grads = jax.tree.map(lambda g: g * scale, grads)
+        grads = clipped(grads, norm, optimizer.clip_norm)
         held = jax.tree.map(_own_share, state.params, layout.zero_dims)
         updates, moments = optimizer.transform.update(grads, state.optimizer, held)
         params = jax.tree.map(_gather_shares, optax.apply_updates(held, updates), layout.zero_dims)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -28,8 +29,8 @@ def narrow(params):
 
 
 def test_parameters_logits_loss_and_gradients_are_fp32(params):
-    assert {leaf.dtype for leaf in jax.tree.leaves(NARROW.init(jax.random.key(0)))} == {jnp.dtype("float32")}
-    assert NARROW.embed(params, BATCH, None).dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(NARROW.init, jax.random.key(0)))} == {jnp.dtype("float32")}
+    assert jax.eval_shape(lambda: NARROW.embed(params, BATCH, None)).dtype == jnp.bfloat16
     assert jax.eval_shape(lambda: logits_of(NARROW, params, BATCH)).dtype == jnp.float32
     found = jax.eval_shape(jax.value_and_grad(lambda params: loss_of(NARROW, params, BATCH)), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
@@ -65,7 +66,8 @@ def test_gradient_of_the_tied_embedding_is_not_rounded_to_bf16(params):
 def transcendentals(jaxpr: jax.extend.core.Jaxpr) -> Iterator[tuple[str, jnp.dtype]]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("exp", "log", "rsqrt"):
-            yield equation.primitive.name, equation.invars[0].aval.dtype
+            operand: Any = equation.invars[0].aval
+            yield equation.primitive.name, operand.dtype
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from transcendentals(inner)
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from giantjax.model.gpt import apply_blocks, gpt
-from tests.helpers import FORWARD, GRADIENT, key_of, loss_and_grads, loss_of, random_batch, random_params, relative_error, small_model
+from giantjax.model.gpt import gpt
+from giantjax.parallel.stages import apply_blocks
+from tests.helpers import FORWARD, GRADIENT, loss_and_grads, loss_of, random_batch, random_params, relative_error, small_model
 
 POLICIES = ["none", "selective", "full", "full:2", "full:3"]
 # Sizes that differ from each other, so that a shape says what an array is.
@@ -26,7 +27,12 @@ CONFIG = small_model(
 )
 MODEL = gpt(CONFIG)
 BATCH = random_batch(CONFIG, SAMPLES)
-KEY = key_of(BATCH)
+
+
+@pytest.fixture(scope="module")
+def key() -> np.int32:
+    """The step, which dropout is drawn from."""
+    return np.int32(5)
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +41,24 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def unrolled(params):
-    """Loss and gradients of the layers in a Python loop, nothing recomputed."""
+def plain(params, key):
+    """Loss and gradients of a plain scan, which keeps all it has made."""
 
     def loss(params):
-        x = MODEL.embed(params, BATCH, KEY)
-        for layer in range(LAYERS):
-            x = MODEL.block(jax.tree.map(lambda a: a[layer], params["blocks"]), x, jnp.int32(layer), KEY)
-        return MODEL.loss(params, x, BATCH)
+        def one(x, layer_and_block):
+            return MODEL.block({}, layer_and_block[1], x, layer_and_block[0], BATCH, key), None
+
+        x, _ = jax.lax.scan(one, MODEL.embed(params, BATCH, key), (jnp.arange(LAYERS), params["blocks"]))
+        return MODEL.loss(params, x, BATCH, key)[0]
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_loss_and_gradients_do_not_depend_on_the_policy(policy, params, unrolled):
-    loss, grads = loss_and_grads(MODEL, policy)(params, BATCH, KEY)
-    assert relative_error(loss, unrolled[0]) <= FORWARD
-    assert relative_error(grads, unrolled[1]) <= GRADIENT
+def test_loss_and_gradients_do_not_depend_on_the_policy(policy, params, key, plain):
+    loss, grads = loss_and_grads(MODEL, policy)(params, BATCH, key)
+    assert relative_error(loss, plain[0]) <= FORWARD
+    assert relative_error(grads, plain[1]) <= GRADIENT
 
 
 def matrix_products(jaxpr: jax.extend.core.Jaxpr, times: int = 1) -> Iterator[tuple[str, int]]:
@@ -65,12 +72,20 @@ def matrix_products(jaxpr: jax.extend.core.Jaxpr, times: int = 1) -> Iterator[tu
 
 
 @pytest.mark.parametrize(
-    ("policy", "redone_dense", "redone_core"),
+    ("policy", "dtype", "redone_dense", "redone_core"),
     # A layer has four dense products and two in the core, scores and context. The context is kept by name.
-    [("none", 0, 0), ("selective", 0, 1), ("full", 4, 2), ("full:2", 4, 2), ("full:3", 4, 2)],
+    [
+        ("none", "float32", 0, 0),
+        ("none", "bfloat16", 0, 0),
+        ("selective", "bfloat16", 0, 1),
+        ("full", "bfloat16", 4, 2),
+        ("full:2", "bfloat16", 4, 2),
+        ("full:3", "bfloat16", 4, 2),
+    ],
 )
-def test_products_redone_in_the_backward_pass(policy, redone_dense, redone_core, params):
-    traced = jax.make_jaxpr(jax.grad(lambda params: loss_of(MODEL, params, BATCH, KEY, policy)))(params)
+def test_products_redone_in_the_backward_pass(policy, dtype, redone_dense, redone_core, params, key):
+    model = gpt(CONFIG, jnp.dtype(dtype))
+    traced = jax.make_jaxpr(jax.grad(lambda params: loss_of(model, params, BATCH, key, policy)))(params)
     found: Counter[str] = Counter()
     for kind, number in matrix_products(traced.jaxpr):
         found[kind] += number
@@ -89,10 +104,16 @@ def test_products_redone_in_the_backward_pass(policy, redone_dense, redone_core,
         ("full:3", 2 * HIDDEN),
     ],
 )
-def test_what_is_kept_for_the_backward_pass(policy, elements_a_token, params):
+def test_what_is_kept_for_the_backward_pass(policy, elements_a_token, params, key):
     """Input, query, key, value, context, residual (6 hidden) and up-projection; `full:K` ceil(layers / K) inputs."""
-    x = MODEL.embed(params, BATCH, KEY)
-    _, pullback = jax.vjp(lambda blocks, x: apply_blocks(MODEL, blocks, x, KEY, policy), params["blocks"], x)
-    kept = [leaf for leaf in jax.tree.leaves(pullback) if SAMPLES in leaf.shape and LENGTH in leaf.shape]
+
+    def residuals(params):
+        x = MODEL.embed(params, BATCH, key)
+        layers = jnp.arange(LAYERS)
+        apply = lambda blocks, x: apply_blocks(MODEL, {"blocks": blocks}, layers, x, BATCH, key, policy, padded=False)  # noqa: E731
+        _, pullback = jax.vjp(apply, params["blocks"], x)
+        return jax.tree.leaves(pullback)
+
+    kept = [leaf for leaf in jax.eval_shape(residuals, params) if SAMPLES in leaf.shape and LENGTH in leaf.shape]
     assert sum(leaf.size for leaf in kept) == SAMPLES * LENGTH * elements_a_token
     assert not any(leaf.dtype == np.bool_ for leaf in kept), "dropout masks are made again, not kept"

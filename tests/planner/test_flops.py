@@ -7,10 +7,11 @@ import pytest
 
 from giantjax.config import MeshConfig
 from giantjax.model.gpt import gpt
+from giantjax.parallel.mesh import build_mesh
 from giantjax.planner.flops import num_parameters
 from giantjax.planner.memory import checkpoint_bytes, memory_need
 from giantjax.training.optimizer import build_optimizer
-from giantjax.training.state import new_state
+from giantjax.training.state import layout_of
 from tests.helpers import run_config, small_model
 
 
@@ -26,7 +27,7 @@ def test_parameters_are_counted_exactly(head, tensor, feedforward_size):
 def test_state_takes_twelve_bytes_a_parameter():
     config = run_config(small_model(), num_steps=10, batch_size=8)
     model = gpt(config.model)
-    state = jax.eval_shape(lambda: new_state(model, build_optimizer(config, model.decays), jax.random.key(0)))
+    state = layout_of(model, build_optimizer(config, model.decays), build_mesh(config.mesh)).shapes
     counters = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim == 0)
     actual = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) - counters
     assert actual == 12 * num_parameters(config.model) == memory_need(config, "fp32").state == checkpoint_bytes(config)

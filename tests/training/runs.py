@@ -1,15 +1,16 @@
 """Whole runs for tests: small ones, in this process or in another that may be killed."""
 
-import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,16 @@ from giantjax.data.indexed_writer import write_indexed
 from giantjax.data.sources import open_sources
 from giantjax.fields import from_dict, leaves
 from giantjax.training import loop
-from giantjax.training.run_directory import RunDirectory, check_run_directory, directory_of
+from giantjax.training.run_directory import check_run_directory, directory_of
 from giantjax.training.stop import SIGNALS
 
 PRETRAIN = Path(__file__).parents[2] / "scripts" / "pretrain.py"
-MEASURED = ("step", "loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss", "loss_scale", "skipped")
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "validation_loss", "loss_scale", "skipped")
 """What a record holds that does not depend on the machine."""
 PEAK_FLOPS = 1e9
-"""Of one device, for runs in this process."""
-UNOPTIMIZED = "--xla_backend_optimization_level=0"
+"""Of one device; to measure it takes longer than these runs."""
 
-# A server that has imported everything and started nothing: a process forked from it begins three seconds of work later.
+# A server that has imported everything and started nothing: what is forked from it begins three seconds of work later.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["giantjax.training.loop", "grain.experimental", "tests.training.runs"])
 
@@ -47,51 +47,100 @@ def write_corpus(prefix: Path, seed: int = 0) -> Path:
     ids = np.cumsum(random.choice([1, 1, 1, 2, 7], 3000)) % 50 + 65
     with write_indexed(str(prefix), TokenizerRecord("bytes", 257, 256)) as writer:
         for part in np.array_split(ids, 3):
-            writer.append(part)
-            writer.append(np.array([256]))
+            writer.append(np.append(part, 256))
             writer.end_document()
     return prefix
 
 
-def small_run(run_dir: Path, corpus: Path, changes: dict[str, Any] | None = None) -> RunConfig:
-    """gpt_tiny with two narrow layers on `corpus`, and the leaves of `changes`, such as `{"training.num_steps": 5}`."""
-    sizes = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 16}
-    training = {"training.num_steps": 12, "training.global_batch_size": 8, "training.eval_every": 5, "training.eval_samples": 20}
+def small_run(run_dir: Path, corpus: Path, **changes: Any) -> RunConfig:
+    """Thirty steps of a narrow gpt_tiny, saved after every 6 and evaluated after every 8, but for `changes` as `changed` has them."""
+    model = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 16}
+    training = {"training.num_steps": 30, "training.global_batch_size": 8, "training.eval_every": 8, "training.eval_samples": 20}
+    # A decay of its own, so that the learning rate does not depend on the number of steps.
+    optimizer = {"optimizer.warmup": 5, "optimizer.decay": 40}
     files = {"data.train": (str(corpus),), "data.validation": str(corpus), "run_dir": str(run_dir)}
-    other = {"optimizer.warmup": 5, "checkpoint.every": 4, "logging.every": 1}
-    return changed(preset("gpt_tiny"), sizes | training | files | other | (changes or {}))
+    often = {"checkpoint.every": 6, "logging.every": 1}
+    return changed(changed(preset("gpt_tiny"), **model, **training, **optimizer, **files, **often), **changes)
 
 
-def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """`config` with other values of the leaves in `changes`."""
+def changed(config: RunConfig, **changes: Any) -> RunConfig:
+    """`config` with other values of some leaves: `changed(config, **{"training.num_steps": 5})`."""
     values = dataclasses.asdict(config)
     for path, value in changes.items():
         *groups, name = path.split(".")
-        group = values
-        for part in groups:
-            group = group[part]
-        group[name] = value
+        functools.reduce(dict.__getitem__, groups, values)[name] = value
     return from_dict(RunConfig, values)
 
 
 def train_here(config: RunConfig) -> int:
-    """Train as pretrain.py does, in this process; the exit code."""
+    """Train as pretrain.py does, in this process; the exit code. What was compiled before is not compiled again."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with mock.patch.object(loop, "peak_flops", lambda *_: (PEAK_FLOPS, "set by the test")):
-            return loop.train(config, check_run_directory(config), *open_sources(config))
+        run = check_run_directory(config)
+        with (
+            mock.patch.object(loop, "peak_flops", _peak_flops),
+            mock.patch.object(loop, "build_train_step", lambda *a, **k: _train_step_once(config, *a, **k)),
+            mock.patch.object(loop, "build_eval_step", lambda *a, **k: _eval_step_once(config, *a, **k)),
+        ):
+            return loop.train(config, run, *open_sources(config))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def arguments_of(config: RunConfig) -> list[str]:
-    """The command line of `config`."""
-    default, words = leaves(preset("gpt_tiny")), ["--config", "gpt_tiny"]
-    for path, value in leaves(config).items():
-        if value != default[path]:
-            words += ["--" + path.replace("_", "-"), *(value if isinstance(value, tuple) else (str(value),))]
-    return words
+def _peak_flops(*_: Any) -> tuple[float, str]:
+    return PEAK_FLOPS, "not measured"
+
+
+class _CompiledOnce:
+    """A train step that keeps the program it was first compiled to."""
+
+    def __init__(self, step: jax.stages.Wrapped):
+        self._step = step
+        self._program: jax.stages.Compiled | None = None
+
+    def lower(self, *arguments: Any) -> "_CompiledOnce":
+        self._program = self._program or self._step.lower(*arguments).compile()
+        return self
+
+    def compile(self) -> jax.stages.Compiled:
+        assert self._program is not None
+        return self._program
+
+
+_made: dict[tuple[str, RunConfig], Any] = {}
+
+
+def _once(what: str, config: RunConfig, make: Callable[[], Any]) -> Any:
+    """What `make` made for the first configuration that has the same program."""
+    default = preset("gpt_tiny")
+    same = dataclasses.replace(config, run_dir=None, data=default.data, checkpoint=default.checkpoint, logging=default.logging)
+    key = (what, changed(same, **{"training.num_steps": 1, "training.eval_every": 0, "training.eval_samples": 0}))
+    if key not in _made:
+        _made[key] = make()
+    return _made[key]
+
+
+# Looked up here, before train_here puts its own in their place.
+_build_train_step, _build_eval_step = loop.build_train_step, loop.build_eval_step
+
+
+def _train_step_once(config: RunConfig, *rest: Any, **choices: Any) -> _CompiledOnce:
+    return _once("train", config, lambda: _CompiledOnce(_build_train_step(*rest, **choices)))
+
+
+def _eval_step_once(config: RunConfig, *rest: Any, **choices: Any) -> jax.stages.Wrapped:
+    return _once("eval", config, lambda: _build_eval_step(*rest, **choices))
+
+
+def copy_of(whole: RunConfig, run_dir: Path, step: int, **changes: Any) -> RunConfig:
+    """The run `whole` in another directory as a kill after `step`, which it saved, would have left it, with `changes` to go on by."""
+    shutil.copytree(directory_of(whole).path, run_dir)
+    config = changed(whole, run_dir=str(run_dir), **changes)
+    for saved in saved_steps(config):
+        if saved > step:
+            shutil.rmtree(directory_of(config).checkpoints / str(saved))
+    return config
 
 
 def log_of(config: RunConfig) -> Path:
@@ -101,11 +150,14 @@ def log_of(config: RunConfig) -> Path:
 
 def start(config: RunConfig) -> ForkServerProcess:
     """Start pretrain.py in another process, whose output goes to a new `log_of(config)`."""
-    cached = changed(config, {"runtime.compilation_cache": jax.config.jax_compilation_cache_dir})
-    process = _CONTEXT.Process(target=_pretrain, args=(arguments_of(cached), log_of(config)), daemon=True)
-    # The flags of the tests are for programs that run once; the server keeps those that it is first started with.
-    with mock.patch.dict(os.environ, {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(UNOPTIMIZED, "")}):
-        process.start()
+    log_of(config).unlink(missing_ok=True)
+    runtime = {"runtime.num_cpu_devices": config.mesh.num_devices, "runtime.compilation_cache": jax.config.jax_compilation_cache_dir}
+    default, words = leaves(preset("gpt_tiny")), ["--config", "gpt_tiny"]
+    for path, value in leaves(changed(config, **runtime)).items():
+        if value != default[path]:
+            words += ["--" + path.replace("_", "-"), *(value if isinstance(value, tuple) else (str(value),))]
+    process = _CONTEXT.Process(target=_pretrain, args=(words, log_of(config)), daemon=True)
+    process.start()
     return process
 
 
@@ -114,30 +166,40 @@ def _pretrain(arguments: list[str], log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = [str(PRETRAIN), *arguments]
-    runpy.run_path(str(PRETRAIN), run_name="__main__")
+    with mock.patch.object(loop, "peak_flops", _peak_flops):
+        runpy.run_path(str(PRETRAIN), run_name="__main__")
 
 
-def finish(process: ForkServerProcess, seconds: float = 120) -> int | None:
+def finish(process: ForkServerProcess, seconds: float = 120) -> int:
     """The exit code of a started process, negative for a signal."""
     process.join(seconds)
     assert process.exitcode is not None, f"still running after {seconds} s"
     return process.exitcode
 
 
-def wait_until(condition: Callable[[], bool], process: ForkServerProcess, seconds: float = 120) -> bool:
-    """Wait for `condition`, looking every millisecond; False where the process ended before."""
+def wait_until(condition: Callable[[], bool], process: ForkServerProcess, seconds: float = 120) -> None:
+    """Wait for `condition` to hold while the process runs, looking every millisecond."""
     end = time.monotonic() + seconds
     while not condition():
-        if not process.is_alive():
-            return condition()
+        assert process.is_alive(), f"it ended before that, with exit code {process.exitcode}"
         assert time.monotonic() < end, f"not so after {seconds} s"
         time.sleep(0.001)
-    return True
 
 
 def saved_steps(config: RunConfig) -> list[int]:
     """Steps of the checkpoints on disk, the newest last."""
     return sorted(int(path.name) for path in directory_of(config).checkpoints.glob("*") if path.name.isdecimal())
+
+
+def half_saved(config: RunConfig) -> dict[str, float]:
+    """Folders of saves that have begun and not ended, and when each was last written to, in seconds of the clock."""
+    found = {}
+    for path in directory_of(config).checkpoints.glob("*.orbax-checkpoint-tmp*"):
+        try:
+            found[path.name] = path.stat().st_mtime
+        except FileNotFoundError:
+            continue  # It ended in this moment.
+    return found
 
 
 def read_state(config: RunConfig, step: int) -> dict[str, np.ndarray]:
@@ -150,10 +212,9 @@ def read_state(config: RunConfig, step: int) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def records_of(run: RunDirectory | RunConfig) -> list[dict[str, Any]]:
-    """Every record of metrics.jsonl, none of whose lines may be torn, double or missing."""
-    path = (directory_of(run) if isinstance(run, RunConfig) else run).metrics
-    text = path.read_text()
+def records_of(config: RunConfig) -> list[dict[str, Any]]:
+    """Every record of metrics.jsonl: a line of JSON for each step from 1, none torn, double or missing."""
+    text = directory_of(config).metrics.read_text()
     assert text.endswith("\n")
     records = [json.loads(line, parse_constant=_refuse) for line in text.splitlines()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
@@ -164,16 +225,17 @@ def _refuse(word: str) -> None:
     raise AssertionError(f"{word} is not JSON")
 
 
-def measured(run: RunDirectory | RunConfig) -> list[dict[str, Any]]:
+def measured(config: RunConfig) -> list[dict[str, Any]]:
     """`records_of`, without what depends on the machine."""
-    return [{name: value for name, value in record.items() if name in MEASURED} for record in records_of(run)]
+    return [{name: value for name, value in record.items() if name in EXACT} for record in records_of(config)]
 
 
-@contextlib.contextmanager
-def nothing_left_running(process: ForkServerProcess) -> Iterator[None]:
-    """Kill the process at the end, should a check before it have failed."""
-    try:
-        yield
-    finally:
-        process.kill()
-        process.join()
+def assert_same_run(config: RunConfig, whole: RunConfig) -> None:
+    """Every number measured and every bit of the last state is that of the run `whole`."""
+    assert measured(config) == measured(whole)
+    last = saved_steps(whole)[-1]
+    assert saved_steps(config)[-1] == last
+    state, expected = read_state(config, last), read_state(whole, last)
+    assert state.keys() == expected.keys()
+    different = [path for path, leaf in expected.items() if leaf.dtype != state[path].dtype or leaf.tobytes() != state[path].tobytes()]
+    assert not different

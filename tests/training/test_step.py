@@ -3,26 +3,34 @@
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from giantjax.config import RunConfig
-from giantjax.model.gpt import Batch, gpt
-from giantjax.parallel.mesh import build_mesh
+from giantjax.model.gpt import Params, gpt
 from giantjax.planner.flops import num_parameters
-from giantjax.training.optimizer import build_optimizer, learning_rate_schedule
-from giantjax.training.state import TrainState, abstract_state, init_state
-from giantjax.training.step import BATCH_SPEC, StepMetrics, build_eval_step, build_train_step
-from tests.helpers import FORWARD, GRADIENT, loss_of, random_batch, random_params, relative_error, run_config, small_model, train
+from giantjax.training.optimizer import learning_rate_schedule
+from giantjax.training.state import TrainState
+from giantjax.training.step import build_eval_step
+from tests.helpers import (
+    FORWARD,
+    GRADIENT,
+    Curves,
+    loss_of,
+    program,
+    random_batch,
+    random_params,
+    relative_error,
+    run_config,
+    small_model,
+    train,
+)
 
 NUM_STEPS, BATCH_SIZE, CLIP = 3, 32, 0.1
-
-
-PARAMS = random_params(gpt(small_model()))
 
 
 def config_of(data: int, num_microbatches: int, rate: float = 0.0) -> RunConfig:
@@ -40,20 +48,25 @@ def config_of(data: int, num_microbatches: int, rate: float = 0.0) -> RunConfig:
     )
 
 
-def uneven_batch(step: int) -> Batch:
+def uneven_batch(step: int) -> dict[str, Any]:
     """The first shard of eight is all masked, later rows are masked less and less; every mask is its own."""
     batch = random_batch(small_model(), BATCH_SIZE, seed=step)
     chance = np.linspace(0, 1, BATCH_SIZE)[:, None]
     mask = np.random.default_rng(100 + step).random(batch["loss_mask"].shape) < chance
     mask[: BATCH_SIZE // 8] = False
     first = np.uint32(step * BATCH_SIZE)
-    return batch | {"loss_mask": jnp.asarray(mask, jnp.float32), "sample": first + jnp.arange(BATCH_SIZE, dtype=jnp.uint32)}
+    return batch | {"loss_mask": mask.astype(np.float32), "sample": first + np.arange(BATCH_SIZE, dtype=np.uint32)}
 
 
 @functools.cache
-def trained(data: int, num_microbatches: int, rate: float) -> tuple[StepMetrics, TrainState]:
+def start() -> Params:
+    return random_params(gpt(small_model()))
+
+
+@functools.cache
+def trained(data: int, num_microbatches: int, rate: float) -> tuple[Curves, TrainState]:
     config = config_of(data, num_microbatches, rate)
-    return train(config, PARAMS, [uneven_batch(step) for step in range(NUM_STEPS)])
+    return train(config, start(), [uneven_batch(step) for step in range(NUM_STEPS)])
 
 
 EVERY_WAY = [(data, num_microbatches, 0.1) for data in (1, 2, 8) for num_microbatches in (1, 2, 4)]
@@ -76,38 +89,35 @@ def test_dropout_and_steps_make_a_difference():
 
 
 def test_step_counts_and_reports_its_learning_rate():
-    config = run_config(small_model(), num_steps=4, batch_size=4, warmup=2)
-    metrics, state = train(config, PARAMS, [random_batch(config.model, 4)] * 4)
-    assert state.step == 4
-    assert metrics.learning_rate.tolist() == [float(learning_rate_schedule(config)(step)) for step in range(4)]
+    metrics, state = trained(1, 1, 0.1)
+    assert state.step == NUM_STEPS
+    expected = jax.vmap(learning_rate_schedule(config_of(1, 1)))(np.arange(NUM_STEPS))
+    assert metrics.learning_rate.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert len(set(metrics.learning_rate)) == NUM_STEPS
 
 
 def test_reported_loss_and_norm_are_of_the_mean_over_unmasked_positions():
-    config, batch = config_of(8, 2), uneven_batch(0)
-    model, params = gpt(config.model), PARAMS
+    batch, metrics = uneven_batch(0), trained(2, 2, 0.0)[0]
 
     def mean(params):
-        return loss_of(model, params, batch) / jnp.sum(batch["loss_mask"])
+        return loss_of(gpt(small_model()), params, batch) / jnp.sum(batch["loss_mask"])
 
-    loss, grads = jax.jit(jax.value_and_grad(mean))(params)
-    metrics, _ = trained(8, 2, 0.0)
+    loss, grads = jax.jit(jax.value_and_grad(mean))(start())
     assert relative_error(metrics.loss[0], loss) <= FORWARD
     norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads)))
     assert relative_error(metrics.grad_norm[0], norm) <= GRADIENT
 
 
 def test_all_masked_batch_only_decays_matrices():
-    config = config_of(8, 2)
-    model, params = gpt(config.model), PARAMS
-    batch = uneven_batch(0)
-    batch["loss_mask"] = jnp.zeros_like(batch["loss_mask"])
-    metrics, state = train(config, params, [batch])
+    config, batch = config_of(2, 2), uneven_batch(0)
+    decays = program(config).model.decays
+    metrics, state = train(config, start(), [batch | {"loss_mask": np.zeros_like(batch["loss_mask"])}])
     assert metrics.loss == [0] and metrics.grad_norm == [0]
     factor = 1 - float(metrics.learning_rate[0]) * config.optimizer.weight_decay
-    decayed = jax.tree.map(lambda leaf, decays: leaf * factor if decays else leaf, params, model.decays)
+    decayed = jax.tree.map(lambda leaf, decays: leaf * factor if decays else leaf, start(), decays)
     assert relative_error(state.params, decayed) <= 1e-6
-    vectors = jax.tree.map(lambda before, after, decays: decays or np.array_equal(before, after), params, state.params, model.decays)
-    assert all(jax.tree.leaves(vectors))
+    unmoved = jax.tree.map(lambda before, after, decays: decays or np.array_equal(before, after), start(), state.params, decays)
+    assert all(jax.tree.leaves(unmoved))
 
 
 def test_weight_decay_is_for_matrices():
@@ -119,12 +129,12 @@ def test_weight_decay_is_for_matrices():
 @pytest.mark.parametrize("data", [1, 8])
 def test_evaluation_is_the_loss_without_dropout(data):
     config, batch = config_of(data, 1, 0.1), uneven_batch(0)
-    model = gpt(config.model)
-    evaluate = build_eval_step(config, model, build_optimizer(config, model.decays), build_mesh(config.mesh))
-    losses, count = evaluate(PARAMS, batch)
+    model, layout = program(config).model, program(config).layout
+    evaluate = build_eval_step(model, layout)
+    losses, count = evaluate(start(), batch)
     assert count == np.sum(batch["loss_mask"])
-    assert relative_error(losses, jax.jit(functools.partial(loss_of, model))(PARAMS, batch)) <= FORWARD
-    assert relative_error(losses / count, trained(1, 1, 0.0)[0].loss[0]) <= FORWARD
+    assert relative_error(losses, jax.jit(functools.partial(loss_of, model))(start(), batch)) <= FORWARD
+    assert relative_error(losses / count, trained(2, 2, 0.0)[0].loss[0]) <= FORWARD
 
 
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
@@ -156,14 +166,11 @@ def collectives(body: str) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> jax.stages.Compiled:
-    config = config_of(8, 4, 0.1)
-    mesh, model = build_mesh(config.mesh), gpt(config.model)
-    optimizer = build_optimizer(config, model.decays)
-    placement = NamedSharding(mesh, BATCH_SPEC)
-    batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement) for name, a in uneven_batch(0).items()}
-    return build_train_step(config, model, optimizer, mesh).lower(abstract_state(model, optimizer, mesh), batch).compile()
+    trainer = program(config_of(8, 4, 0.1))
+    return trainer.step.lower(trainer.place(start()), trainer.place_batch(uneven_batch(0))).compile()
 
 
+@pytest.mark.xdist_group("compiled train step")
 def test_gradients_are_reduced_once_after_the_microbatches(compiled):
     bodies = computations(compiled.as_text())
     loops = set(re.findall(r"body=%([\w.\-]+)", compiled.as_text()))
@@ -176,13 +183,11 @@ def test_gradients_are_reduced_once_after_the_microbatches(compiled):
     assert sum(size for _, size in outside) == num_parameters(config_of(8, 4).model) + 2
 
 
+@pytest.mark.xdist_group("compiled train step")
 def test_state_is_updated_in_place(compiled):
     """The state is donated: its memory is the next state's."""
-    config = config_of(8, 4, 0.1)
-    mesh, model = build_mesh(config.mesh), gpt(config.model)
-    optimizer = build_optimizer(config, model.decays)
-    state = init_state(model, optimizer, mesh, config.seed)
-    assert compiled.memory_analysis().alias_size_in_bytes >= 12 * num_parameters(config.model)
-    step = build_train_step(config, model, optimizer, mesh)
-    step(state, jax.device_put(uneven_batch(0), NamedSharding(mesh, BATCH_SPEC)))
+    trainer = program(config_of(8, 4, 0.1))
+    state = trainer.place(start())
+    assert compiled.memory_analysis().alias_size_in_bytes >= 12 * num_parameters(small_model())
+    trainer.step(state, trainer.place_batch(uneven_batch(0)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
