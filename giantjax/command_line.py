@@ -65,7 +65,9 @@ def preset(name: str) -> RunConfig:
     """
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not os.path.isfile(path):
-        raise InputError(f"there is no config {name or repr(name)}{did_you_mean(name, preset_names())} (shipped: {', '.join(preset_names())})")
+        raise InputError(
+            f"there is no config {name or repr(name)}{did_you_mean(name, preset_names())} (shipped: {', '.join(preset_names())})"
+        )
     module = types.ModuleType(f"giantjax_config_{path.stem}")
     module.__file__ = str(path)
     try:
