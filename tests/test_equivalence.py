@@ -53,12 +53,12 @@ class Case:
 # Every factorisation of 8 into pipe x data x tensor, replicas, and each pair of the other choices at least once.
 CASES = (
     Case(pipe=8, microbatches=16, layers=8, recompute="full:2", clip=None),
-    Case(pipe=4, data=2, microbatches=4, schedule="gpipe", zero=1, recompute="selective"),
+    Case(pipe=4, data=2, microbatches=4, schedule="gpipe", zero=1, head="untied", recompute="selective"),
     Case(pipe=4, tensor=2, microbatches=8, recompute="full", head="untied", dropout=0.0),
     Case(pipe=2, data=4, microbatches=2, zero=1, recompute="full:2", layers=5, head="untied"),
-    Case(pipe=2, data=2, tensor=2, microbatches=4, zero=1),
-    Case(pipe=2, tensor=4, microbatches=4, schedule="gpipe", recompute="full:2", layers=3, dropout=0.0),
-    Case(data=8, microbatches=2, zero=1, recompute="full", dropout=0.0, clip=None),
+    Case(pipe=2, data=2, tensor=2, microbatches=4),
+    Case(pipe=2, tensor=4, microbatches=4, schedule="gpipe", layers=3, dropout=0.0),
+    Case(data=8, microbatches=2, zero=1, dropout=0.0, clip=None),
     Case(data=4, tensor=2, microbatches=2, zero=1, recompute="selective", head="untied"),
     Case(data=2, tensor=4, microbatches=8, recompute="full"),
     Case(tensor=8, microbatches=2, recompute="selective", layers=3, clip=None),

@@ -92,14 +92,14 @@ def _peak_flops(*_: Any) -> tuple[float, str]:
     return PEAK_FLOPS, "not measured"
 
 
-class _CompiledOnce:
+class CompiledOnce:
     """A train step that keeps the program it was first compiled to."""
 
     def __init__(self, step: jax.stages.Wrapped):
         self._step = step
         self._program: jax.stages.Compiled | None = None
 
-    def lower(self, *arguments: Any) -> "_CompiledOnce":
+    def lower(self, *arguments: Any) -> "CompiledOnce":
         self._program = self._program or self._step.lower(*arguments).compile()
         return self
 
@@ -113,6 +113,7 @@ _made: dict[tuple[str, RunConfig], Any] = {}
 
 def _once(what: str, config: RunConfig, make: Callable[[], Any]) -> Any:
     """What `make` made for the first configuration that has the same program."""
+    assert config.optimizer.decay, "else the learning rate depends on the number of steps"
     default = preset("gpt_tiny")
     same = dataclasses.replace(config, run_dir=None, data=default.data, checkpoint=default.checkpoint, logging=default.logging)
     key = (what, changed(same, **{"training.num_steps": 1, "training.eval_every": 0, "training.eval_samples": 0}))
@@ -125,8 +126,8 @@ def _once(what: str, config: RunConfig, make: Callable[[], Any]) -> Any:
 _build_train_step, _build_eval_step = loop.build_train_step, loop.build_eval_step
 
 
-def _train_step_once(config: RunConfig, *rest: Any, **choices: Any) -> _CompiledOnce:
-    return _once("train", config, lambda: _CompiledOnce(_build_train_step(*rest, **choices)))
+def _train_step_once(config: RunConfig, *rest: Any, **choices: Any) -> CompiledOnce:
+    return _once("train", config, lambda: CompiledOnce(_build_train_step(*rest, **choices)))
 
 
 def _eval_step_once(config: RunConfig, *rest: Any, **choices: Any) -> jax.stages.Wrapped:
