@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,7 +60,7 @@ def first(number: int, params: Params, prompt: np.ndarray, *, temperature: float
 
 def likeliest(params: Params, tokens: list[int]) -> int:
     """By one forward pass over exactly these tokens."""
-    logits = logits_of(gpt(CONFIG.model), params, {"tokens": np.array([tokens], np.int32)})
+    logits = logits_of(gpt(CONFIG.model), params, {"tokens": jnp.array([tokens], jnp.int32)})
     return int(np.argmax(np.asarray(logits)[0, -1, : CONFIG.model.vocabulary_size]))
 
 

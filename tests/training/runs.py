@@ -152,7 +152,10 @@ def log_of(config: RunConfig) -> Path:
 def start(config: RunConfig) -> ForkServerProcess:
     """Start pretrain.py in another process, whose output goes to a new `log_of(config)`."""
     log_of(config).unlink(missing_ok=True)
-    runtime = {"runtime.num_cpu_devices": config.mesh.num_devices, "runtime.compilation_cache": jax.config.jax_compilation_cache_dir}
+    runtime = {
+        "runtime.num_cpu_devices": config.mesh.num_devices,
+        "runtime.compilation_cache": jax.config.values["jax_compilation_cache_dir"],
+    }
     default, words = leaves(preset("gpt_tiny")), ["--config", "gpt_tiny"]
     for path, value in leaves(changed(config, **runtime)).items():
         if value != default[path]:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from giantjax.training.optimizer import build_optimizer, learning_rate_schedule
+from giantjax.training.optimizer import build_optimizer, clipped, learning_rate_schedule
 from tests.helpers import relative_error, run_config, small_model
 
 PEAK, LEAST = 1e-3, 1e-4

@@ -161,22 +161,27 @@ def test_kills_at_any_moment_leave_no_trace(corpus, tmp_path):
     assert not half_saved(config)
 
 
+def send(process: ForkServerProcess, number: signal.Signals) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
 def test_signals_from_outside(corpus, tmp_path):
     config = small_run(tmp_path / "run", corpus)
 
     def interrupt_compilation(process: ForkServerProcess, config: RunConfig) -> None:
         wait_until(lambda: says("compiling")(config), process)
-        os.kill(process.pid, signal.SIGINT)
+        send(process, signal.SIGINT)
 
     def terminate(process: ForkServerProcess, config: RunConfig) -> None:
         wait_until(lambda: trains(config), process)
-        os.kill(process.pid, signal.SIGTERM)
+        send(process, signal.SIGTERM)
 
     def terminate_twice(process: ForkServerProcess, config: RunConfig) -> None:
         terminate(process, config)
         # It is saving, so it has seen the first.
         wait_until(lambda: bool(half_saved(config)), process)
-        os.kill(process.pid, signal.SIGTERM)
+        send(process, signal.SIGTERM)
 
     codes, in_save = interrupted(config, [interrupt_compilation, terminate_twice, terminate])
     # Ctrl-C ends a compilation at once: there is nothing to save.
