@@ -62,7 +62,7 @@ CASES = (
     Case(data=4, tensor=2, microbatches=2, zero=1, recompute="selective", head="untied"),
     Case(data=2, tensor=4, microbatches=8, recompute="full"),
     Case(tensor=8, microbatches=2, recompute="selective", layers=3, clip=None),
-    Case(pipe=2, replica=2, data=2, microbatches=2, schedule="gpipe", zero=1, layers=5, recompute="full"),
+    Case(pipe=2, replica=2, data=2, microbatches=2, schedule="gpipe", zero=1, layers=5, recompute="full", clip=None),
     Case(pipe=4, replica=2, microbatches=1, layers=6, recompute="selective", dropout=0.0),
     Case(replica=4, tensor=2, microbatches=4, schedule="gpipe", recompute="full:2", dropout=0.0, clip=None),
     Case(pipe=4, data=2, microbatches=2, layers=7, zero=1, head="untied", clip=None),

@@ -158,6 +158,9 @@ DIVISORS = (
         "--pipeline.microbatch-size 2 --pipeline.num-microbatches 4",
         *("pipeline.microbatch_size 2 x pipeline.num_microbatches 4", "= 8, but training.global_batch_size is 4", "to 2"),
     ),
+    tiny("heads-by-tensor", "--mesh.tensor 8", "model.num_heads is", "which mesh.tensor 8 does not divide", "nearest mesh.tensor: "),
+    tiny("more-stages-than-layers", "--mesh.pipe 64", "mesh.pipe is 64, but model.num_layers is"),
+    tiny("no-such-axis", "--mesh.inside tensr", "mesh.inside names 'tensr'", "did you mean tensor?"),
     tiny("more-cpu-devices-than-mesh", "--runtime.num-cpu-devices 4", "num_cpu_devices is 4", "= 1; set mesh.data to 4"),
     tiny("fewer-cpu-devices-than-mesh", "--runtime.num-cpu-devices 1 --mesh.data 2", "num_cpu_devices is 1", "num_cpu_devices to 2"),
 )
@@ -165,8 +168,8 @@ DIVISORS = (
 NOT_YET = tuple(
     tiny(f"not-yet-{option.split('.')[1].replace(' ', '-')}", f"--{option}", f"{option.partition(' ')[0].replace('-', '_')} is ")
     for option in (
-        *("mesh.pipe 2", "mesh.tensor 2", "mesh.replica 2", "training.zero-stage 1", "training.zero-stage 7", "training.precision fp16"),
-        *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule gpipe", "pipeline.schedule mine.csv"),
+        *("training.zero-stage 2", "training.zero-stage 7", "training.precision fp16"),
+        *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule interleaved", "pipeline.schedule mine.csv"),
         *("runtime.coordinator host:1234", "runtime.num-processes 2", "runtime.process-id 1"),
     )
 )
@@ -472,7 +475,7 @@ PROCESSES = (
     tiny("process-unknown-field", "--training.num-step 3", "there is no field --training.num-step; did you mean --training.num-steps?"),
     tiny("process-bytes", "--run-dir a.txt/\udcff", "a.txt/\\udcff cannot be written: Not a directory"),
     case("process-real-size-without-data", "pretrain --config gpt2_124m", "data.train is empty"),
-    tiny("process-mesh-of-2", "--mesh.data 2 --run-dir new/run", "this machine has 1", "or add --runtime.num-cpu-devices 2"),
+    tiny("process-mesh-of-2", "--mesh.data 2 --run-dir new/run", "this job has 1", "or add --runtime.num-cpu-devices 2"),
     case("process-generate", "generate --run runs/good", "runs/good/checkpoints holds no whole checkpoint"),
     case("process-prepare", "prepare_data sub --output new/p", "sub is a folder"),
     case("process-plan", "plan --config gpt13b --cluster v100", "there is no cluster v100"),
@@ -527,7 +530,7 @@ def test_a_driver_that_hangs_is_refused(folder: Path, run: Run, monkeypatch: pyt
 
 ADVICE = "set mesh.data to 8, or add --runtime.num-cpu-devices 16"
 NEEDS_JAX = (
-    tiny("mesh-of-16", "--mesh.data 16 --training.global-batch-size 16 --run-dir new/run", "mesh.data 16", "this machine has 8", ADVICE),
+    tiny("mesh-of-16", "--mesh.data 16 --training.global-batch-size 16 --run-dir new/run", "mesh.data 16", "this job has 8", ADVICE),
     tiny("cache-under-a-file", "--runtime.compilation-cache a.txt/x", "runtime.compilation_cache a.txt/x cannot be made: Not a directory"),
 )
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig, RunConfig
 from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout, dropout_key
-from giantjax.model.layers import Block, LayerNorm, matrix, normal
+from giantjax.model.layers import Block, LayerNorm, logits_product, matrix, normal
 from giantjax.model.loss import cross_entropy
 from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
 from giantjax.parallel.stages import Batch, Model, Params
@@ -56,8 +56,7 @@ class Head(nnx.Module):
     def __call__(self, x: Float[Array, "B s H"], embedding: Float[Array, "v H"]) -> Float[Array, "B S v"]:
         """fp32 logits over this device's part of the padded vocabulary."""
         weights = self.output[...] if hasattr(self, "output") else embedding
-        normed = self.comm.gather_sequence(self.norm(x))
-        return jnp.einsum("bsh,vh->bsv", normed, weights.astype(x.dtype), preferred_element_type=jnp.float32)
+        return logits_product(self.comm.gather_sequence(self.norm(x)), weights)
 
 
 def _vocabulary_rows(key: Array, config: ModelConfig, tensor: int) -> Float[Array, "V H"]:

@@ -61,6 +61,27 @@ def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
 product.defvjp(_product_forward, _product_backward)
 
 
+@jax.custom_vjp
+def logits_product(x: Float[Array, "B S H"], rows: Float[Array, "v H"]) -> Float[Array, "B S v"]:
+    """fp32 logits of activations with fp32 embedding rows cast to their type; the rows' gradient is never rounded."""
+    return jnp.einsum("bsh,vh->bsv", x, rows.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: Array, rows: Array) -> tuple[Array, tuple[Array, Array]]:
+    return logits_product(x, rows), (x, rows)
+
+
+def _logits_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, rows = saved
+    # Products of two compute-type operands run on tensor cores; their sums are fp32.
+    dy = dy.astype(x.dtype)
+    dx = jnp.einsum("bsv,vh->bsh", dy, rows.astype(x.dtype))
+    return dx, jnp.einsum("bsv,bsh->vh", dy, x, preferred_element_type=jnp.float32)
+
+
+logits_product.defvjp(_logits_forward, _logits_backward)
+
+
 class LayerNorm(nnx.Module):
     """Layer normalisation over the hidden dim (Ba et al., 2016), in fp32."""
 

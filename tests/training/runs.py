@@ -116,6 +116,8 @@ def _once(what: str, config: RunConfig, make: Callable[[], Any]) -> Any:
     assert config.optimizer.decay, "else the learning rate depends on the number of steps"
     default = preset("gpt_tiny")
     same = dataclasses.replace(config, run_dir=None, data=default.data, checkpoint=default.checkpoint, logging=default.logging)
+    if what == "eval":
+        same = dataclasses.replace(same, optimizer=default.optimizer)
     key = (what, changed(same, **{"training.num_steps": 1, "training.eval_every": 0, "training.eval_samples": 0}))
     if key not in _made:
         _made[key] = make()

@@ -1,6 +1,7 @@
 """Causal attention in plain XLA operations: the specification, and what runs on a CPU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,31 @@ def causal_attention(
     """softmax(q k^T / sqrt(D)) v over the keys at or before each query (Vaswani et al., 2017).
 
     Scores and softmax are fp32 whatever the inputs are; `drop` is applied to the attention weights. The weights
-    carry the checkpoint name `attention_weights`.
+    carry the checkpoint name `attention_weights`, and the backward pass needs nothing else of the softmax.
     """
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", query, key, preferred_element_type=jnp.float32)
     scores_BNST = scores_BNST * (query.shape[-1] ** -0.5)
     length = query.shape[1]
     causal_ST = jnp.tril(jnp.ones((length, length), bool))
-    weights_BNST = jax.nn.softmax(jnp.where(causal_ST, scores_BNST, -jnp.inf), axis=-1)
-    weights_BNST = checkpoint_name(weights_BNST.astype(value.dtype), "attention_weights")
+    weights_BNST = _softmax(jnp.where(causal_ST, scores_BNST, -jnp.inf), value.dtype)
     return jnp.einsum("bnst,btnd->bsnd", drop(weights_BNST), value)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _softmax(scores: Float[Array, "B N S T"], dtype: jnp.dtype) -> Float[Array, "B N S T"]:
+    """Softmax over the last dim of fp32 scores, as `dtype`."""
+    return _softmax_forward(scores, dtype)[0]
+
+
+def _softmax_forward(scores: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+    # JAX's own softmax keeps its fp32 result, which no name reaches: a policy that saves the named copy makes it again.
+    weights = checkpoint_name(jax.nn.softmax(scores, axis=-1).astype(dtype), "attention_weights")
+    return weights, weights
+
+
+def _softmax_backward(dtype: jnp.dtype, weights: Array, cotangent: Array) -> tuple[Array]:
+    wide, dy = weights.astype(jnp.float32), cotangent.astype(jnp.float32)
+    return (wide * (dy - jnp.sum(wide * dy, axis=-1, keepdims=True)),)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
