@@ -6,7 +6,7 @@ Hardware: two CPU cores, one to three minutes.
 Expect a validation loss of about 1.95 nats a byte after 600 steps; a bigram model gets 2.47, a trigram model 1.79.
 """
 
-from giantjax.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from giantjax.config import CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 
 def config() -> RunConfig:
@@ -17,4 +17,5 @@ def config() -> RunConfig:
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup=50, beta2=0.99),
         data=DataConfig(train=("stdlib",)),
         checkpoint=CheckpointConfig(every=100),
+        logging=LoggingConfig(every=100),
     )
