@@ -1,7 +1,8 @@
 """The published comparison of veGiantModel: 40 layers, 5120 wide, sequence 256, batch 1536.
 
-    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
-    python scripts/pretrain.py --config gpt13b --data.train data/mine
+    python scripts/prepare_data.py TEXT... --output data/train
+    python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
+    python scripts/pretrain.py --config gpt13b --data.train data/train --data.validation data/validation
 
 Hardware: four nodes of 8 V100-32GB or A100-40GB.
 """

@@ -1,7 +1,8 @@
 """GPT-2 small (Radford et al., 2019): 124M parameters.
 
-    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
-    python scripts/pretrain.py --config gpt2_124m --data.train data/mine
+    python scripts/prepare_data.py TEXT... --output data/train
+    python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
+    python scripts/pretrain.py --config gpt2_124m --data.train data/train --data.validation data/validation
 
 Hardware: one GPU of 16 GB or more, or several with --mesh.data.
 Expect a loss of about 3.3 nats a token after 10 billion tokens of web text with GPT-2's own tokenizer.

@@ -1,7 +1,8 @@
 """GPT-3 175B (Brown et al., 2020): a batch of 3.2 million tokens.
 
-    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
-    python scripts/pretrain.py --config gpt3_175b --data.train data/mine
+    python scripts/prepare_data.py TEXT... --output data/train
+    python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
+    python scripts/pretrain.py --config gpt3_175b --data.train data/train --data.validation data/validation
 
 Hardware: 128 nodes of 8 A100-40GB.
 """

@@ -1,7 +1,8 @@
 """GPT-3 XL (Brown et al., 2020): 1.3B parameters, a batch of a million tokens.
 
-    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
-    python scripts/pretrain.py --config gpt3_1b3 --data.train data/mine
+    python scripts/prepare_data.py TEXT... --output data/train
+    python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
+    python scripts/pretrain.py --config gpt3_1b3 --data.train data/train --data.validation data/validation
 
 Hardware: one GPU of 40 GB or more, or several with --mesh.data.
 """

@@ -1,7 +1,8 @@
 """GPT-3 6.7B (Brown et al., 2020): a batch of two million tokens.
 
-    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
-    python scripts/pretrain.py --config gpt3_6b7 --data.train data/mine
+    python scripts/prepare_data.py TEXT... --output data/train
+    python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
+    python scripts/pretrain.py --config gpt3_6b7 --data.train data/train --data.validation data/validation
 
 Hardware: its optimizer state alone is 80 GB, so several GPUs have to share it.
 """

@@ -1,7 +1,8 @@
 """veGiantModel's own example: 24 layers, 1024 wide, 16 heads, 345M parameters.
 
-    python scripts/prepare_data.py TEXT... --tokenizer bytes --output data/mine
-    python scripts/pretrain.py --config gpt_345m --data.train data/mine
+    python scripts/prepare_data.py TEXT... --output data/train
+    python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
+    python scripts/pretrain.py --config gpt_345m --data.train data/train --data.validation data/validation
 
 Hardware: one GPU of 16 GB or more, or several with --mesh.data.
 """

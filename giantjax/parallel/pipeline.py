@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from giantjax.parallel.mesh import AXES, BATCH_AXES
 from giantjax.parallel.schedule import IDLE, Schedule, Segment, residual_slots
-from giantjax.parallel.stages import BLOCKS, Batch, Boundary, Model, Params, apply_blocks, shared_of
+from giantjax.parallel.stages import Batch, Boundary, Model, Params, apply_blocks, shared_of
 
 PIPE = "pipe"
 MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
@@ -297,6 +297,3 @@ def _put(buffer: Array, leaf: Array, slot: Array, there: Array) -> Array:
     """`buffer` with `leaf` in `slot`, unless the stage has nothing to do."""
     old = lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
     return lax.dynamic_update_index_in_dim(buffer, jnp.where(there, leaf, old), slot, 0)
-
-
-__all__ = ["BLOCKS", "Sums", "run_schedule", "varying", "varying_axes"]

@@ -57,7 +57,7 @@ def small_run(run_dir: Path, corpus: Path, **changes: Any) -> RunConfig:
     model = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 16}
     training = {"training.num_steps": 30, "training.global_batch_size": 8, "training.eval_every": 8, "training.eval_samples": 20}
     # A decay of its own, so that the learning rate does not depend on the number of steps.
-    optimizer = {"optimizer.warmup": 5, "optimizer.decay": 40}
+    optimizer = {"optimizer.learning_rate": 3e-3, "optimizer.warmup": 5, "optimizer.decay": 40}
     files = {"data.train": (str(corpus),), "data.validation": str(corpus), "run_dir": str(run_dir)}
     often = {"checkpoint.every": 6, "logging.every": 1}
     return changed(changed(preset("gpt_tiny"), **model, **training, **optimizer, **files, **often), **changes)
