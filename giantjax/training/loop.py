@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,17 +17,17 @@ from giantjax.data.indexed import IndexedDataset
 from giantjax.data.loader import Batch, training_batches, validation_batches
 from giantjax.data.sources import Source, fingerprint
 from giantjax.errors import TrainingFault
-from giantjax.model.gpt import model_on_mesh
+from giantjax.model.gpt import GPT, model_on_mesh
 from giantjax.parallel.mesh import build_mesh
 from giantjax.planner.flops import num_parameters
 from giantjax.training.bookkeeper import Bookkeeper
 from giantjax.training.disk import abstract_disk_state, disk_forms, to_device, to_disk
 from giantjax.training.metrics import peak_flops
-from giantjax.training.optimizer import build_optimizer
+from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, write_record
-from giantjax.training.state import TrainState, abstract_state, check_finite, init_state, layout_of
+from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, init_state, layout_of
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 from giantjax.training.stop import StopRequest
 
@@ -41,14 +41,9 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
         InputError: the mesh does not fit the devices, or the run in the directory had another configuration.
         TrainingFault: the loss, the gradients or the state are no longer finite, or a file cannot be written.
     """
-    mesh = build_mesh(config.mesh)
-    precision, reason = resolve_precision(config.training.precision, mesh.devices.flat[0])
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
+    parts = assemble(config)
+    config, layout, forms = parts.config, parts.layout, parts.forms
     run.path.mkdir(parents=True, exist_ok=True)
-    model = model_on_mesh(config, DTYPES[precision])
-    optimizer = build_optimizer(config, model.decays)
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage)
-    forms = disk_forms(model, optimizer, layout)
     corpus, total = fingerprint(train_data), config.training.num_steps
 
     with (
@@ -66,41 +61,32 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
                 return 0
             state = to_device(store.read_state(first, abstract_disk_state(layout, forms)), forms, abstract_state(layout))
         else:
-            state = init_state(model, optimizer, layout, config.seed)
+            state = init_state(parts.model, parts.optimizer, layout, config.seed)
         write_record(run.config, config)
         if isinstance(train_data, IndexedDataset) and train_data.record:
             write_record(run.tokenizer, train_data.record)
         start_samples = position.consumed_samples if first else 0
-        book = Bookkeeper(config, run, first, start_samples, progress, peak_flops(mesh.devices.flat[0], precision))
-        for sentence in start_summary(config, reason, book):
+        book = Bookkeeper(config, run, first, start_samples, progress, peak_flops(layout.mesh.devices.flat[0], config.training.precision))
+        for sentence in start_summary(config, parts.reason, book):
             progress.say(sentence)
         if first:
             progress.say(f"resuming after step {first}")
 
-        placement = NamedSharding(mesh, BATCH_SPEC)
-        batches = training_batches(
-            train_data,
-            seed=config.seed,
-            sequence_length=config.model.sequence_length,
-            global_batch_size=config.training.global_batch_size,
-            start_sample=start_samples,
-            vocabulary_size=config.model.vocabulary_size,
-            prefetch=config.data.prefetch,
-        )
-        batch = jax.device_put(next(batches), placement)
+        batches = batches_on_mesh(parts, train_data, start_samples)
+        batch = next(batches)
         progress.say("compiling")
         begin = time.perf_counter()
         train_step = build_train_step(
-            model,
-            optimizer,
+            parts.model,
+            parts.optimizer,
             layout,
             num_microbatches=config.num_microbatches,
             schedule=config.pipeline.schedule,
             recompute=config.training.recompute,
         )
         compiled = train_step.lower(state, batch).compile()
-        eval_step = build_eval_step(model, layout, num_microbatches=config.num_microbatches)
-        evaluate = Evaluation(config, validation_data, eval_step, placement)
+        eval_step = build_eval_step(parts.model, layout, num_microbatches=config.num_microbatches)
+        evaluate = Evaluation(config, validation_data, eval_step, NamedSharding(layout.mesh, BATCH_SPEC))
         progress.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
         # Not before: until there is something new to save, a signal may end the run as it ends any program.
@@ -111,7 +97,7 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
             book.push(step, metrics)
             # The next batch is fetched and sent while the device works on this one.
             if step < total:
-                batch = jax.device_put(next(batches), placement)
+                batch = next(batches)
             if evaluate.is_due(step):
                 book.read()
                 book.write(validation_loss=evaluate(state))
@@ -133,6 +119,46 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
                 return SAVED_ON_SIGNAL
         book.close()
     return 0
+
+
+class Parts(NamedTuple):
+    """What a run is made of, before it has a state."""
+
+    config: RunConfig
+    """With the precision resolved."""
+    reason: str
+    """Why that precision."""
+    model: GPT
+    optimizer: Optimizer
+    layout: Layout
+    forms: TrainState
+
+
+def assemble(config: RunConfig) -> Parts:
+    """The parts of the run that `config` describes, on the devices there are."""
+    mesh = build_mesh(config.mesh)
+    precision, reason = resolve_precision(config.training.precision, mesh.devices.flat[0])
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
+    model = model_on_mesh(config, DTYPES[precision])
+    optimizer = build_optimizer(config, model.decays)
+    layout = layout_of(model, optimizer, mesh, config.training.zero_stage)
+    return Parts(config, reason, model, optimizer, layout, disk_forms(model, optimizer, layout))
+
+
+def batches_on_mesh(parts: Parts, data: Source, start_sample: int) -> Iterator[dict[str, jax.Array]]:
+    """Global batches from `start_sample` on, laid over the mesh."""
+    config, placement = parts.config, NamedSharding(parts.layout.mesh, BATCH_SPEC)
+    batches = training_batches(
+        data,
+        seed=config.seed,
+        sequence_length=config.model.sequence_length,
+        global_batch_size=config.training.global_batch_size,
+        start_sample=start_sample,
+        vocabulary_size=config.model.vocabulary_size,
+        prefetch=config.data.prefetch,
+    )
+    for batch in batches:
+        yield jax.device_put(batch, placement)
 
 
 @contextlib.contextmanager

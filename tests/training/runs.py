@@ -21,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from giantjax.command_line import preset
-from giantjax.config import RunConfig
+from giantjax.config import CheckpointConfig, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from giantjax.data.indexed import TokenizerRecord
 from giantjax.data.indexed_writer import write_indexed
 from giantjax.data.sources import open_sources
@@ -53,14 +53,19 @@ def write_corpus(prefix: Path, seed: int = 0) -> Path:
 
 
 def small_run(run_dir: Path, corpus: Path, **changes: Any) -> RunConfig:
-    """Thirty steps of a narrow gpt_tiny, saved after every 6 and evaluated after every 8, but for `changes` as `changed` has them."""
-    model = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 16}
-    training = {"training.num_steps": 30, "training.global_batch_size": 8, "training.eval_every": 8, "training.eval_samples": 20}
-    # A decay of its own, so that the learning rate does not depend on the number of steps.
-    optimizer = {"optimizer.learning_rate": 3e-3, "optimizer.warmup": 5, "optimizer.decay": 40}
-    files = {"data.train": (str(corpus),), "data.validation": str(corpus), "run_dir": str(run_dir)}
-    often = {"checkpoint.every": 6, "logging.every": 1}
-    return changed(changed(preset("gpt_tiny"), **model, **training, **optimizer, **files, **often), **changes)
+    """Thirty steps of a narrow model, saved after every 6 and evaluated after every 8, but for `changes` as `changed` has them."""
+    config = RunConfig(
+        name="small",
+        model=ModelConfig(num_layers=2, hidden_size=32, num_heads=2, sequence_length=16, vocabulary_size=257, vocabulary_multiple=8),
+        training=TrainingConfig(num_steps=30, global_batch_size=8, eval_every=8, eval_samples=20),
+        # A decay of its own, so that the learning rate does not depend on the number of steps.
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup=5, decay=40),
+        data=DataConfig(train=(str(corpus),), validation=str(corpus)),
+        checkpoint=CheckpointConfig(every=6),
+        logging=LoggingConfig(every=1),
+        run_dir=str(run_dir),
+    )
+    return changed(config, **changes)
 
 
 def changed(config: RunConfig, **changes: Any) -> RunConfig:
@@ -114,10 +119,9 @@ _made: dict[tuple[str, RunConfig], Any] = {}
 def _once(what: str, config: RunConfig, make: Callable[[], Any]) -> Any:
     """What `make` made for the first configuration that has the same program."""
     assert config.optimizer.decay, "else the learning rate depends on the number of steps"
-    default = preset("gpt_tiny")
-    same = dataclasses.replace(config, run_dir=None, data=default.data, checkpoint=default.checkpoint, logging=default.logging)
+    same = dataclasses.replace(config, run_dir=None, data=DataConfig(), checkpoint=CheckpointConfig(), logging=LoggingConfig())
     if what == "eval":
-        same = dataclasses.replace(same, optimizer=default.optimizer)
+        same = dataclasses.replace(same, optimizer=OptimizerConfig())
     key = (what, changed(same, **{"training.num_steps": 1, "training.eval_every": 0, "training.eval_samples": 0}))
     if key not in _made:
         _made[key] = make()
