@@ -6,6 +6,7 @@ so a killed save leaves either the whole of it or nothing that a restore would l
 
 import contextlib
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,6 +141,7 @@ def _reading(manager: ocp.CheckpointManager, folder: Path, step: int) -> Iterato
         # For an array that is cut short, orbax raises an Exception of no kind.
         if not isinstance(error, (KeyError, OSError, TypeError, ValueError)) and type(error) is not Exception:
             raise
+        _say_it_once()
         others = [saved for saved in manager.all_steps() if saved < step]
         instead = f"go on from step {max(others)}" if others else "start anew"
         cause = error.__cause__ or error
@@ -153,7 +155,13 @@ def _as_os_error() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        _say_it_once()
         raise OSError(str(error).partition("\n")[0]) from error
+
+
+def _say_it_once() -> None:
+    """Of many arrays that fail alike orbax raises one; asyncio would log the others, each with pages of traceback."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def newest_whole(folder: Path) -> int | None:
