@@ -231,7 +231,7 @@ def _run_ticks(stage: _Stage, schedule: Schedule) -> Sums:
 
 
 def _ring(leaves: list[Array], number: int) -> list[Array]:
-    return [jnp.broadcast_to(leaf * 0, (number, *leaf.shape)) for leaf in leaves]
+    return [varying(jnp.zeros((number, *leaf.shape), leaf.dtype), varying_axes(leaf)) for leaf in leaves]
 
 
 def _check_immediate(schedule: Schedule) -> None:
