@@ -39,6 +39,11 @@ class Bucket:
     size: int
     """Values on a device, with padding that `inside` devices can share."""
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The axes over which devices round differently: all but those summed over before."""
+        return tuple(axis for axis in AXES if axis == REPLICA or axis not in self.across)
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -52,23 +57,25 @@ class Reduction:
     compression: Compression
     degrees: dict[str, int]
 
+    @property
+    def compressed(self) -> tuple[Bucket, ...]:
+        """The buckets whose values are rounded between nodes."""
+        return tuple(bucket for bucket in self.buckets if self.compression != "none" and REPLICA in bucket.across)
+
     def errors(self) -> tuple[Any, ...]:
-        """Shapes of the rounding errors of every bucket, as `Errors`, a row a device."""
-        if self.compression == "none":
-            return ()
-        shares = [bucket.size // self._degree(bucket.inside) for bucket in self.buckets if REPLICA in bucket.across]
+        """Shapes of the rounding errors of each compressed bucket, as `Errors`, a row a device that rounds for itself."""
 
-        def row(size: int) -> Any:
-            return jax.ShapeDtypeStruct((self._degree(AXES), size), jnp.float32)
+        def row(bucket: Bucket, ways: int) -> Any:
+            return jax.ShapeDtypeStruct((self._degree(bucket.owners), bucket.size // self._degree(bucket.inside) // ways), jnp.float32)
 
-        return tuple(Errors(row(share), row(share // self.degrees[REPLICA])) for share in shares)
+        return tuple(Errors(row(bucket, 1), row(bucket, self.degrees[REPLICA])) for bucket in self.compressed)
+
+    def errors_specs(self) -> tuple[Any, ...]:
+        """PartitionSpecs of `errors`."""
+        return tuple(Errors(PartitionSpec(bucket.owners), PartitionSpec(bucket.owners)) for bucket in self.compressed)  # type: ignore[arg-type]
 
     def _degree(self, axes: Iterable[str]) -> int:
         return math.prod(self.degrees[axis] for axis in axes)
-
-
-ERRORS_SPEC = PartitionSpec(AXES)
-"""Each device has its own errors."""
 
 
 def axes_of(spec: PartitionSpec) -> set[str]:
@@ -141,8 +148,8 @@ def reduce_gradients(plan: Reduction, grads: PyTree, errors: tuple[Errors, ...] 
         leaves[place] = grad if place in bucketed else lax.psum(grad, plan.axes[place])
     left, kept = iter(errors), []
     for bucket in plan.buckets:
-        compresses = plan.compression != "none" and REPLICA in bucket.across
-        flat, after = _sum_bucket(plan, bucket, [leaves[place] for place in bucket.leaves], next(left) if compresses else None)
+        before = next(left) if bucket in plan.compressed else None
+        flat, after = _sum_bucket(plan, bucket, [leaves[place] for place in bucket.leaves], before)
         kept += [after] if after else []
         starts = np.cumsum([0, *(leaves[place].size for place in bucket.leaves)])
         for place, start in zip(bucket.leaves, starts, strict=False):

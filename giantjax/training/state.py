@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 
 from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
-from giantjax.parallel.gradients import ERRORS_SPEC, Reduction, plan_reduction
+from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
 from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
 from giantjax.training.optimizer import Optimizer
@@ -72,7 +72,7 @@ def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 
     )
     reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression)
     errors = reduction.errors()
-    specs = TrainState(PartitionSpec(), params, moments, jax.tree.map(lambda _: ERRORS_SPEC, errors))
+    specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs())
     return Layout(mesh, table, params, zero_dims, reduction, specs, shapes._replace(feedback=errors))
 
 
