@@ -8,7 +8,6 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
@@ -16,151 +15,25 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from giantjax.cluster import Cluster
+from giantjax.compile_report import STEADY, Carried, Compute, Hop, Memory, Report, Use, show
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
-from giantjax.hlo import HOPS, Collective, Program, Shape, Window, parse
+from giantjax.hlo import Program, parse
 from giantjax.model.gpt import model_on_mesh
+from giantjax.overlap import HOPS, Collective, Window, collectives, windows, work
 from giantjax.parallel.mesh import AXES, build_mesh
 from giantjax.parallel.topology import known_topology
 from giantjax.targets import INSTALL, Target, compile_only_devices, target_of
-from giantjax.traffic import Foretold, axes_of, foretell, traffic
+from giantjax.traffic import axes_of, foretell, traffic
 from giantjax.training.optimizer import build_optimizer
 from giantjax.training.precision import resolve_precision
 from giantjax.training.state import Layout, abstract_state, layout_of
 from giantjax.training.step import BATCH_SPEC, build_train_step
 
-Compute = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 RESERVED = 2**30
 """Bytes kept free of what JAX may take: NCCL's buffers, workspaces of matrix products, and what fragments leave unused. The
 part of the memory that `runtime.memory_fraction` leaves out holds the CUDA context."""
-STEADY = 0.95
-"""Share of the other direction's matrix products that each hop is to lie over."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, as XLA's buffer assignment has them."""
-
-    arguments: int
-    """State and batch."""
-    outputs: int
-    aliased: int
-    """Of the outputs, what takes the place of arguments."""
-    temporary: int
-    usable: int
-    """What a program may take of the GPU."""
-
-    @property
-    def total(self) -> int:
-        """All that is there at once."""
-        return self.arguments + self.outputs - self.aliased + self.temporary
-
-
-class Use(NamedTuple):
-    """Collectives of one kind along the same axes."""
-
-    kind: str
-    axes: tuple[str, ...]
-    in_loop: bool
-    times: int
-    """In a step."""
-    inside: float
-    """Bytes all devices together send within nodes in a step."""
-    across: float
-    """Between nodes."""
-
-
-class Hop(NamedTuple):
-    """One boundary transfer, in the loop over ticks that it stands in."""
-
-    direction: Literal["forward", "backward"]
-    steady: bool
-    """Whether the loop has forward and backward work."""
-    times: int
-    hidden: float
-    """Share, 0 to 1, of the matrix products that run while it travels: of the other direction's in a steady loop, else of all."""
-    num_bytes: int
-    """A device sends."""
-
-
-class Carried(NamedTuple):
-    """Arrays of one shape that the longest loop over ticks carries from turn to turn."""
-
-    shape: Shape
-    count: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one compiled step tells."""
-
-    config: RunConfig
-    cluster: Cluster
-    compute: Compute
-    why: str
-    """The reason for `compute`."""
-    triton: bool
-    """Whether matrix products were left to Triton; otherwise they are calls of cuBLAS."""
-    memory: Memory
-    uses: tuple[Use, ...]
-    busiest_node: float
-    """Bytes that the node that sends most sends to others in a step."""
-    busiest_device: float
-    """The same of a device."""
-    hops: tuple[Hop, ...]
-    gradient_sums_in_loops: tuple[str, ...]
-    """Sums of gradients that run in every tick; there should be none."""
-    carried: tuple[Carried, ...]
-    """Largest first."""
-    foretold: Foretold
-    lower_s: float
-    compile_s: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step's memory is within what a program may take."""
-        return self.memory.total <= self.memory.usable
-
-    @property
-    def network_bytes(self) -> float:
-        """Bytes between nodes a step, in total."""
-        return sum(use.across for use in self.uses)
-
-    @property
-    def nvlink_bytes(self) -> float:
-        """Bytes within nodes a step, in total."""
-        return sum(use.inside for use in self.uses)
-
-    @property
-    def boundary_bytes(self) -> float:
-        """Of the bytes between nodes, those of hops."""
-        return sum(use.across for use in self.uses if use.kind in HOPS)
-
-    @property
-    def network_ratio(self) -> float:
-        """Bytes between nodes over what the mesh alone says must cross; 1 where neither has any."""
-        return self.network_bytes / self.foretold.total if self.foretold.total else 1.0 + (self.network_bytes > 0)
-
-    def hidden(self, direction: str) -> float:
-        """The least hidden steady hop of a direction, or of all loops where none is steady; 1 without hops."""
-        steady = any(hop.steady for hop in self.hops)
-        return min((hop.hidden for hop in self.hops if hop.direction == direction and hop.steady == steady), default=1.0)
-
-    @property
-    def exposed(self) -> float:
-        """1 - the least of both directions' hidden shares."""
-        return 1 - min(self.hidden("forward"), self.hidden("backward"))
-
-    def summary(self) -> dict[str, bool | float]:
-        """The entry `verified` of a plan's JSON."""
-        return {
-            "fits": self.fits,
-            "memory_bytes": self.memory.total,
-            "network_bytes_per_step": self.network_bytes,
-            "exposed": self.exposed,
-            "compile_s": self.compile_s,
-        }
 
 
 class Lowered(NamedTuple):
@@ -264,8 +137,8 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
     nodes = [device.process_index for device in layout.mesh.devices.flat]
     degrees = {axis: layout.mesh.shape[axis] for axis in AXES}
     program = parse(compiled.as_text() or "")
-    collectives = program.collectives()
-    across = traffic(collectives, nodes).across
+    found = collectives(program)
+    across = traffic(found, nodes).across
     of_node = Counter[int]()
     for node, sent in zip(nodes, across.tolist(), strict=True):
         of_node[node] += sent
@@ -287,26 +160,27 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         why=lowered.why,
         triton=triton,
         memory=memory,
-        uses=_uses(collectives, nodes, degrees),
+        uses=_uses(found, nodes, degrees),
         busiest_node=max(of_node.values()),
         busiest_device=float(across.max()),
-        hops=tuple(_hop(program, window, degrees) for window in program.windows()),
+        hops=tuple(_hop(program, window, degrees) for window in windows(program)),
         gradient_sums_in_loops=tuple(
             f"{each.kind} of {', '.join(map(str, each.payload))} over {' and '.join(axes_of(each, degrees))}, {each.times} times"
-            for each in collectives
+            for each in found
             if _sums_gradients_in_loop(each, degrees, positions)
         ),
         carried=_carried(program),
+        slice_bytes=positions * config.model.hidden_size * width // config.mesh.tensor,
         foretold=foretell(config, layout, nodes, width),
         lower_s=lowered.lower_s,
         compile_s=compile_s,
     )
 
 
-def _uses(collectives: list[Collective], nodes: list[int], degrees: dict[str, int]) -> tuple[Use, ...]:
+def _uses(found: list[Collective], nodes: list[int], degrees: dict[str, int]) -> tuple[Use, ...]:
     """By kind, axes and place, those that send most between nodes first."""
     members: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
-    for each in collectives:
+    for each in found:
         if each.kind != "recv":
             members.setdefault((each.kind, axes_of(each, degrees), each.in_loop), []).append(each)
     uses = []
@@ -322,7 +196,7 @@ def _hop(program: Program, window: Window, degrees: dict[str, int]) -> Hop:
     source, target = (place // stage_size for place in hop.pairs[0]) if hop.pairs else (0, 1)
     direction: Literal["forward", "backward"] = "forward" if source < target else "backward"
     place = window.computation
-    between, whole = program.work(window.between, place), program.work(program.computations[place], place)
+    between, whole = work(program, place, window.between), work(program, place)
     steady = whole.forward > 0 and whole.backward > 0
     if not steady:
         covered, of = between.total, whole.total
@@ -347,12 +221,9 @@ def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions
 
 def _carried(program: Program, most: int = 12) -> tuple[Carried, ...]:
     """Of the loop whose body has hops and which turns most often."""
-    bodies = {each.computation for each in program.collectives() if each.kind in HOPS}
+    bodies = {each.computation for each in collectives(program) if each.kind in HOPS}
     loops = [
-        each
-        for name in program.runs
-        for each in program.computations[name]
-        if each.opcode == "while" and each.calls("body")[0] in bodies
+        each for name in program.runs for each in program.computations[name] if each.opcode == "while" and each.calls("body")[0] in bodies
     ]
     if not loops:
         return ()
@@ -361,4 +232,4 @@ def _carried(program: Program, most: int = 12) -> tuple[Carried, ...]:
     return tuple(Carried(*item) for item in sorted(counts.items(), key=lambda item: -item[0].num_bytes * item[1])[:most])
 
 
-__all__ = ["Report", "compile_lowered", "compile_plan", "lower_plan", "usable_bytes", "verify"]
+__all__ = ["Report", "compile_lowered", "compile_plan", "lower_plan", "show", "usable_bytes", "verify"]

@@ -109,7 +109,7 @@ def compile_only_devices(cluster: Cluster) -> list["jax.Device"]:
     import jax
     from jax.experimental import topologies
 
-    if not jax.config.jax_platforms:
+    if not os.environ.get("JAX_PLATFORMS"):
         # Compiling must not take the memory of a GPU that is here after all.
         jax.config.update("jax_platforms", "cpu")
     shape = f"1x{cluster.num_nodes}x{cluster.gpus_per_node}"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from giantjax.config import RunConfig
-from giantjax.hlo import HOPS, Collective
+from giantjax.overlap import HOPS, Collective
 from giantjax.parallel.mesh import AXES
 from giantjax.training.state import Layout
 

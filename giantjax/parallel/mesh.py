@@ -15,9 +15,7 @@ BATCH_AXES = ("replica", "data")
 """The axes that see different samples."""
 
 
-def build_mesh(
-    config: MeshConfig, topologies: dict[str, NodeTopology] | None = None, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def build_mesh(config: MeshConfig, topologies: dict[str, NodeTopology] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of the configured degrees, axes in the order of `AXES`, devices placed by their nodes' topology.
 
     A job on one node may use fewer devices than there are. `devices` None is all of this job.
