@@ -23,7 +23,7 @@ from giantjax.model.gpt import model_on_mesh
 from giantjax.overlap import HOPS, Collective, Window, collectives, windows, work
 from giantjax.parallel.mesh import AXES, build_mesh
 from giantjax.parallel.topology import known_topology
-from giantjax.targets import INSTALL, Target, compile_only_devices, target_of
+from giantjax.targets import INSTALL, Target, compile_only_devices, target_of, uncached
 from giantjax.traffic import axes_of, foretell, traffic
 from giantjax.training.optimizer import build_optimizer
 from giantjax.training.precision import resolve_precision
@@ -98,7 +98,8 @@ def compile_lowered(lowered: Lowered, *, triton: bool = True) -> Report:
     """
     begin = time.perf_counter()
     try:
-        compiled = lowered.step.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
+        with uncached():
+            compiled = lowered.step.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
     except jax.errors.JaxRuntimeError as error:
         if any(words in str(error) for words in ("ptxas", "libdevice")):
             raise InputError(

@@ -1,6 +1,10 @@
 """GPUs that are not here, described so that XLA compiles for them: the extra `[aot]`, without driver or CUDA libraries."""
 
+import contextlib
+import importlib.util
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,7 +128,22 @@ def compile_only_devices(cluster: Cluster) -> list["jax.Device"]:
 
 
 def is_installed() -> bool:
-    """Whether the extra `[aot]`, or another one with JAX's CUDA plugin, is installed."""
-    import importlib.util
+    """Whether the extra `[aot]`, or another one with JAX's CUDA plugin and compiler, is installed."""
+    parents = ("jax_plugins", "nvidia")
+    return all(
+        importlib.util.find_spec(name) is not None for name in (*parents, "jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
+    )
 
-    return all(importlib.util.find_spec(name) is not None for name in ("jax_cuda12_plugin", "jax_plugins.xla_cuda12"))
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Keep programs that are compiled meanwhile out of JAX's cache, which cannot give back those of GPUs that are not here."""
+    import jax
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
