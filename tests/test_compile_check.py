@@ -78,9 +78,7 @@ def report(config: RunConfig | None = None, gpu: str = "A100-40GB", compute: Com
 
 @needs_plugin
 @together
-@pytest.mark.parametrize(
-    ("gpu", "compute", "triton"), [("A100-40GB", None, True), ("A100-40GB", None, False), ("V100-32GB", "fp16", True)], ids=str
-)
+@pytest.mark.parametrize(("gpu", "compute", "triton"), [("A100-40GB", None, True), ("V100-32GB", "fp16", False)], ids=str)
 def test_each_hop_lies_over_the_other_directions_compute(gpu: str, compute: Compute | None, triton: bool) -> None:
     found = report(gpu=gpu, compute=compute, triton=triton)
     assert found.hidden("forward") >= STEADY and found.hidden("backward") >= STEADY and found.exposed <= 1 - STEADY
@@ -92,6 +90,7 @@ def test_each_hop_lies_over_the_other_directions_compute(gpu: str, compute: Comp
 
 @needs_plugin
 @together
+@pytest.mark.slow
 def test_gpipe_hides_nothing() -> None:
     """What starts a hop waits for it in the same tick: the check can tell."""
     found = report(run(ACROSS, schedule="gpipe"))
@@ -150,10 +149,11 @@ def test_memory_is_what_xla_says() -> None:
 @needs_plugin
 @together
 def test_verify_takes_the_worse_of_two_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    both = [report(triton=triton) for triton in (True, False)]
+    first = report()
+    both = [first, replace(first, triton=False, memory=replace(first.memory, temporary=first.memory.temporary + 1))]
     monkeypatch.setattr("giantjax.compile_check.compile_lowered", lambda _, triton: both[0] if triton else both[1])
     found = verify(run(ACROSS), cluster())
-    assert found.memory.total == max(each.memory.total for each in both)
+    assert not found.triton and found.memory.total == first.memory.total + 1
     assert found.compile_s == sum(each.compile_s for each in both)
     assert set(found.summary()) == {"fits", "memory_bytes", "network_bytes_per_step", "exposed", "compile_s"}
     show(found)
