@@ -15,7 +15,7 @@ from jaxtyping import Array
 from giantjax.config import MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainingConfig
 from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.mesh import build_mesh
-from giantjax.parallel.stages import Batch, Model, Params, apply_blocks
+from giantjax.parallel.stages import Batch, Model, Params, apply_blocks, group_layers
 from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.state import Layout, TrainState, layout_of
 from giantjax.training.step import BATCH_SPEC, build_train_step
@@ -66,8 +66,8 @@ def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> dict[s
 
 def last_stream(model: Model, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:
     """The residual stream after the last block; dropout is that of `step`."""
-    layers = jnp.arange(jax.tree.leaves(params["blocks"])[0].shape[0])
-    return apply_blocks(model, params, layers, model.embed(params, batch, step), batch, step, recompute, padded=False)
+    groups = group_layers((jnp.arange(jax.tree.leaves(params["blocks"])[0].shape[0]), params["blocks"]), recompute)
+    return apply_blocks(model, params, groups, model.embed(params, batch, step), batch, step, recompute)
 
 
 def logits_of(model: GPT, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:

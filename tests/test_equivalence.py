@@ -45,6 +45,8 @@ class Case:
     dropout: float = 0.1
     head: str = "tied"
     clip: float | None = 0.5
+    vocabulary: int = VOCABULARY
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -119,14 +121,14 @@ def program(case: Case) -> Program:
         hidden_size=32,
         num_heads=8,
         sequence_length=LENGTH,
-        vocabulary_size=VOCABULARY,
+        vocabulary_size=case.vocabulary,
         vocabulary_multiple=2,
         attention_dropout=case.dropout,
         hidden_dropout=case.dropout,
         head=case.head,  # type: ignore[arg-type]
         init_std=0.2,
     )
-    model = gpt(config, seed=3, comm=Communication("tensor" if case.tensor > 1 else None), tensor=case.tensor)
+    model = gpt(config, jnp.dtype(case.dtype), seed=3, comm=Communication("tensor" if case.tensor > 1 else None), tensor=case.tensor)
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig, RunConfig
 from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout, dropout_key
-from giantjax.model.layers import Block, LayerNorm, logits_product, matrix, normal
+from giantjax.model.layers import PRODUCTS, Block, LayerNorm, logits_product, matrix, normal, parameter_of, weight_of
 from giantjax.model.loss import cross_entropy
 from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
 from giantjax.parallel.stages import Batch, Model, Params
@@ -27,13 +27,14 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, comm: Communication, tensor: int, key: Array):
         token_key, position_key = jax.random.split(key)
-        self.token = matrix(_vocabulary_rows(token_key, config, tensor), "vocabulary", "hidden")
-        self.position = matrix(normal(position_key, (config.sequence_length, config.hidden_size), config.init_std), "position", "hidden")
+        positions = normal(position_key, (config.sequence_length, config.hidden_size), config.init_std)
+        self.token = matrix(_vocabulary_rows(token_key, config, tensor), "vocabulary", "hidden", casts=config.head == "tied")
+        self.position = matrix(positions, "position", "hidden", casts=False)
         self.comm = comm
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B s H"]:
         """The sum of both embeddings, fp32."""
-        rows = self.token[...]
+        rows = parameter_of(self.token)
         if self.comm.axis is None:
             looked_up = rows[tokens]
         else:
@@ -53,10 +54,10 @@ class Head(nnx.Module):
             self.output = matrix(_vocabulary_rows(key, config, tensor), "vocabulary", "hidden")
         self.comm = comm
 
-    def __call__(self, x: Float[Array, "B s H"], embedding: Float[Array, "v H"]) -> Float[Array, "B S v"]:
+    def __call__(self, x: Float[Array, "B s H"], embedding: nnx.Param) -> Float[Array, "B S v"]:
         """fp32 logits over this device's part of the padded vocabulary."""
-        weights = self.output[...] if hasattr(self, "output") else embedding
-        return logits_product(self.comm.gather_sequence(self.norm(x)), weights)
+        weights = self.output if hasattr(self, "output") else embedding
+        return logits_product(self.comm.gather_sequence(self.norm(x)), weight_of(weights, x.dtype))
 
 
 def _vocabulary_rows(key: Array, config: ModelConfig, tensor: int) -> Float[Array, "V H"]:
@@ -111,7 +112,8 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
         return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step))
 
     def logits(shared: Params, x: Array) -> Array:
-        return nnx.merge(graphs["head"], shared["head"])(x, shared["embedding"]["token"])
+        token = nnx.merge(graphs["embedding"], shared["embedding"]).token
+        return nnx.merge(graphs["head"], shared["head"])(x, token)
 
     def loss(shared: Params, x: Array, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:
         losses = cross_entropy(logits(shared, x), batch["targets"], config.vocabulary_size, comm)
@@ -121,8 +123,21 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
     dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims["blocks"], is_leaf=lambda names: isinstance(names, tuple))
     decays = {name: _metadata(state, "decays") for name, state in abstract.items()}
-    sizes = {"vocabulary": config.vocabulary_size}
-    return GPT(init, dims, decays, embed, block, loss, lambda batch: jnp.sum(batch["loss_mask"]), sizes, logits=logits)
+    casts = {name: _metadata(state, "casts") for name, state in abstract.items()} if dtype != jnp.float32 else None
+    return GPT(
+        init,
+        dims,
+        decays,
+        embed,
+        block,
+        loss,
+        weight=lambda batch: jnp.sum(batch["loss_mask"]),
+        sizes={"vocabulary": config.vocabulary_size},
+        casts=casts,
+        dtype=dtype,
+        kept={"none": (*PRODUCTS, "attention_weights"), "selective": PRODUCTS},
+        logits=logits,
+    )
 
 
 def model_on_mesh(config: RunConfig, dtype: DTypeLike) -> GPT:

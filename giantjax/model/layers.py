@@ -11,22 +11,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from giantjax.config import ModelConfig
 from giantjax.kernels.attention import causal_attention
 from giantjax.model.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, FEEDFORWARD_OUTPUT, DropoutKey, dropout
 from giantjax.parallel.communication import Communication, column_parallel, row_parallel
+from giantjax.parallel.stages import Weight
+
+PRODUCTS = ("qkv", "context", "residual", "up")
+"""Names in a block of what the backward pass would have to multiply matrices to make again, the attention core's weights excepted."""
 
 
-def matrix(value: Array, *dims: str) -> nnx.Param:
-    """A parameter that weight decay pulls to zero; `dims` names its dims for the sharding table."""
-    return nnx.Param(value, dims=dims, decays=True)
+def matrix(value: Array, *dims: str, casts: bool = True) -> nnx.Param:
+    """A parameter that weight decay pulls to zero; `dims` names its dims for the sharding table.
+
+    Products read it in the type of activations: it `casts`, unless it is only looked up.
+    """
+    return nnx.Param(value, dims=dims, decays=True, casts=casts)
 
 
 def vector(value: Array, *dims: str) -> nnx.Param:
-    """A bias or a scale, which weight decay leaves alone."""
-    return nnx.Param(value, dims=dims, decays=False)
+    """A bias or a scale, which weight decay leaves alone, and which is used in fp32."""
+    return nnx.Param(value, dims=dims, decays=False, casts=False)
 
 
 def normal(key: Array, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
@@ -34,52 +42,69 @@ def normal(key: Array, shape: tuple[int, ...], std: float) -> Float[Array, "..."
     return std * jax.random.normal(key, shape, jnp.float32)
 
 
+def weight_of(variable: nnx.Param, dtype: DTypeLike) -> Weight:
+    """A parameter with its copy in `dtype`: the one made once a step where there is one, else made here."""
+    value = variable.get_value()
+    return value if isinstance(value, Weight) else Weight(value, lax.stop_gradient(value).astype(dtype))
+
+
+def parameter_of(variable: nnx.Param) -> Array:
+    """The fp32 parameter."""
+    value = variable.get_value()
+    return value.parameter if isinstance(value, Weight) else value
+
+
 @jax.custom_vjp
-def product(x: Float[Array, "B S *I"], kernel: Float[Array, "..."]) -> Float[Array, "B S *O"]:
-    """The matrix product of activations with an fp32 kernel `[*I, *O]` cast to their type.
+def product(x: Float[Array, "B S *I"], kernel: Weight) -> Float[Array, "B S *O"]:
+    """The matrix product of activations with a kernel `[*I, *O]` in their type.
 
     The kernel's gradient is accumulated in fp32 and never rounded to the compute type, which matters once many
     microbatches are summed (Megatron's fp32 gradient accumulation fusion).
     """
     inner = x.ndim - 2
-    return lax.dot_general(x, kernel.astype(x.dtype), ((tuple(range(2, x.ndim)), tuple(range(inner))), ((), ())))
+    return lax.dot_general(x, kernel.copy, ((tuple(range(2, x.ndim)), tuple(range(inner))), ((), ())))
 
 
-def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return product(x, kernel), (x, kernel)
+def _product_forward(x: Array, kernel: Weight) -> tuple[Array, tuple[Array, Array]]:
+    return product(x, kernel), (x, kernel.copy)
 
 
-def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, kernel = saved
+def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Weight]:
+    x, copy = saved
     inner = x.ndim - 2
-    outer = tuple(range(inner, kernel.ndim))
-    dx = lax.dot_general(dy, kernel.astype(dy.dtype), ((tuple(range(2, dy.ndim)), outer), ((), ())))
+    outer = tuple(range(inner, copy.ndim))
+    dx = lax.dot_general(dy, copy, ((tuple(range(2, dy.ndim)), outer), ((), ())))
     dkernel = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
-    return dx, dkernel
+    return dx, Weight(dkernel, jnp.zeros_like(copy))
 
 
 product.defvjp(_product_forward, _product_backward)
 
 
 @jax.custom_vjp
-def logits_product(x: Float[Array, "B S H"], rows: Float[Array, "v H"]) -> Float[Array, "B S v"]:
-    """fp32 logits of activations with fp32 embedding rows cast to their type; the rows' gradient is never rounded."""
-    return jnp.einsum("bsh,vh->bsv", x, rows.astype(x.dtype), preferred_element_type=jnp.float32)
+def logits_product(x: Float[Array, "B S H"], rows: Weight) -> Float[Array, "B S v"]:
+    """fp32 logits of activations with embedding rows in their type; the rows' gradient is never rounded."""
+    return jnp.einsum("bsh,vh->bsv", x, rows.copy, preferred_element_type=jnp.float32)
 
 
-def _logits_forward(x: Array, rows: Array) -> tuple[Array, tuple[Array, Array]]:
-    return logits_product(x, rows), (x, rows)
+def _logits_forward(x: Array, rows: Weight) -> tuple[Array, tuple[Array, Array]]:
+    return logits_product(x, rows), (x, rows.copy)
 
 
-def _logits_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, rows = saved
+def _logits_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Weight]:
+    x, copy = saved
     # Products of two compute-type operands run on tensor cores; their sums are fp32.
     dy = dy.astype(x.dtype)
-    dx = jnp.einsum("bsv,vh->bsh", dy, rows.astype(x.dtype))
-    return dx, jnp.einsum("bsv,bsh->vh", dy, x, preferred_element_type=jnp.float32)
+    dx = jnp.einsum("bsv,vh->bsh", dy, copy)
+    return dx, Weight(jnp.einsum("bsv,bsh->vh", dy, x, preferred_element_type=jnp.float32), jnp.zeros_like(copy))
 
 
 logits_product.defvjp(_logits_forward, _logits_backward)
+
+
+def add_bias(x: Float[Array, "B S *O"], bias: Float[Array, "*O"]) -> Float[Array, "B S *O"]:
+    """The sum in fp32, rounded once to the type of `x`; so the bias' gradient is a sum in fp32."""
+    return (x.astype(jnp.float32) + bias).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -108,11 +133,14 @@ class Dense(nnx.Module):
 
     def columns(self, comm: Communication, x: Float[Array, "B s ..."]) -> Float[Array, "B S ..."]:
         """x W + b, where devices share the output dims."""
-        return column_parallel(comm, x, lambda x: product(x, self.kernel[...])) + self.bias[...].astype(x.dtype)
+        return add_bias(column_parallel(comm, x, self._product), self.bias[...])
 
     def rows(self, comm: Communication, x: Float[Array, "B S ..."]) -> Float[Array, "B s ..."]:
         """x W + b, where devices share the input dims."""
-        return row_parallel(comm, x, lambda x: product(x, self.kernel[...])) + self.bias[...].astype(x.dtype)
+        return add_bias(row_parallel(comm, x, self._product), self.bias[...])
+
+    def _product(self, x: Array) -> Array:
+        return product(x, weight_of(self.kernel, x.dtype))
 
 
 class Attention(nnx.Module):

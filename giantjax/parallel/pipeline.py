@@ -20,7 +20,19 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from giantjax.parallel.mesh import AXES, BATCH_AXES
 from giantjax.parallel.schedule import IDLE, Schedule, Segment, residual_slots
-from giantjax.parallel.stages import Batch, Boundary, Model, Params, apply_blocks, shared_of
+from giantjax.parallel.stages import (
+    BLOCKS,
+    Batch,
+    Boundary,
+    Model,
+    Params,
+    apply_blocks,
+    compute_copies,
+    group_layers,
+    shared_of,
+    ungroup_layers,
+    with_copies,
+)
 
 PIPE = "pipe"
 MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
@@ -38,9 +50,10 @@ class Sums(NamedTuple):
 class _Carry(NamedTuple):
     """State between ticks."""
 
-    sent_forward: Boundary
-    sent_backward: Boundary
+    sent_forward: tuple[list[Array], list[Array]]
+    sent_backward: list[Array]
     ring: list[Array]
+    outputs: list[Array]
     sums: Sums
 
 
@@ -64,7 +77,7 @@ def varying(tree: PyTree, axes: frozenset[str] | tuple[str, ...] = AXES) -> PyTr
 
 
 class _Stage:
-    """One stage's forward function, its sizes found by tracing it once."""
+    """One stage's functions, the sizes of what they pass on found by tracing them once."""
 
     def __init__(
         self,
@@ -76,35 +89,58 @@ class _Stage:
         step: Array | None,
         denominator: Array,
     ):
-        self.model, self.recompute, self.params, self.batches = model, recompute, params, batches
+        self.model, self.recompute, self.batches = model, recompute, batches
         self.step, self.denominator = step, denominator
         self.num_stages, self.padded = len(table), bool((table < 0).any())
         self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
-        self.layers = jnp.asarray(table)[self.index]
+        # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
+        copies = compute_copies(model, params)
+        groups = group_layers((jnp.asarray(table)[self.index], params[BLOCKS], copies[BLOCKS]), recompute)
+        self.layers, blocks, copied_blocks = map(list, zip(*groups, strict=True))
+        self.params, self.copies = params | {BLOCKS: blocks}, copies | {BLOCKS: copied_blocks}
         first = self.microbatch(jnp.int32(0))
-        shapes = jax.eval_shape(lambda: varying(model.embed(shared_of(params), first, step)))
+        shapes = jax.eval_shape(lambda: varying(model.embed(shared_of(self.with_copies(self.params)), first, step)))
         self.empty = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+
+    def with_copies(self, params: Params) -> Params:
+        """All parameters, or those without `blocks`, as the model's functions take them."""
+        return with_copies(params, {name: self.copies[name] for name in params})
+
+    def ungrouped(self, grads: Params) -> Params:
+        """Gradients of the parameters as they were before layers were cut into groups."""
+        groups = grads[BLOCKS]
+        return grads | {BLOCKS: ungroup_layers(groups) if self.layers[0].ndim > 1 else groups[0]}
 
     def microbatch(self, number: Int[Array, ""]) -> Batch:
         """Microbatch `number`; any, where it is IDLE."""
         found = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, jnp.maximum(number, 0), keepdims=False), self.batches)
         return varying(found, MICROBATCH_AXES)
 
-    def __call__(self, params: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[Any, Any]:
-        """((floating leaves of the boundary sent, loss), (its other leaves, metrics)); loss is 0 except on the last stage."""
-        shared = shared_of(params)
-        boundary = self.join(moving, still)
-        entering = varying(self.model.embed(shared, batch, self.step))
+    def blocks(self, params: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[list[Array], list[Array]]:
+        """The boundary sent, split, from the one received; the first stage makes its own from the microbatch."""
+        params = self.with_copies(params)
+        shared, boundary = shared_of(params), self.join(moving, still)
+        # What an embedding computes is cheap and large: all that is kept of it is the microbatch.
+        entering = varying(jax.checkpoint(lambda shared, batch: self.model.embed(shared, batch, self.step))(shared, batch))
         x = entering if self.num_stages == 1 else _where(self.index == 0, entering, boundary)
-        x = apply_blocks(self.model, params, self.layers, x, batch, self.step, self.recompute, self.padded)
-        loss, metrics = self.model.loss(shared, x, batch, self.step)
+        groups = list(zip(self.layers, params[BLOCKS], strict=True))
+        return self.split(varying(apply_blocks(self.model, shared, groups, x, batch, self.step, self.recompute, self.padded)))
+
+    def loss(self, shared: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[Array, dict[str, Array]]:
+        """(loss, metrics) of the boundary that the last stage sends; 0 on the others."""
+        loss, metrics = self.model.loss(self.with_copies(shared), self.join(moving, still), batch, self.step)
         # Dividing here, not at the end, scales the gradients too.
-        loss, metrics = varying(jax.tree.map(lambda total: total / self.denominator, (loss, metrics)), MICROBATCH_AXES)
+        found = varying(jax.tree.map(lambda total: total / self.denominator, (loss, metrics)), MICROBATCH_AXES)
         if self.num_stages > 1:
-            loss, metrics = _where(self.index == self.num_stages - 1, (loss, metrics), jax.tree.map(jnp.zeros_like, (loss, metrics)))
-        moving, still = self.split(varying(x))
-        return (moving, loss), (still, metrics)
+            found = _where_there(self.index == self.num_stages - 1, found)
+        return found
+
+    def zero_sums(self, trains: bool) -> Sums:
+        """Sums of nothing."""
+        loss, metrics = self.loss(shared_of(self.params), *self.split(self.empty), self.microbatch(jnp.int32(0)))
+        grads = jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), self.params) if trains else None
+        return jax.tree.map(lambda x: x * 0, Sums(loss, metrics, None))._replace(grads=grads)
 
     def split(self, boundary: Boundary) -> tuple[list[Array], list[Array]]:
         """The floating leaves of a boundary, which carry cotangents, and the others."""
@@ -124,6 +160,10 @@ def _is_floating(x: Array) -> bool:
 
 def _where(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _where_there(there: Array, tree: PyTree) -> Any:
+    return jax.tree.map(lambda x: jnp.where(there, x, 0), tree)
 
 
 def _hop(tree: PyTree, num_stages: int, direction: int) -> PyTree:
@@ -164,22 +204,34 @@ def run_schedule(
     """
     _check_immediate(schedule)
     stage = _Stage(model, layer_table, recompute, params, batches, step, denominator)
-    if stage.num_stages == 1 and schedule.trains:
-        return _accumulate(stage)
+    sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _run_ticks(stage, schedule)
+    return sums if sums.grads is None else sums._replace(grads=stage.ungrouped(sums.grads))
+
+
+def _run_ticks(stage: _Stage, schedule: Schedule) -> Sums:
     pullback = _Pullback(stage) if schedule.trains else None
     slots = residual_slots(schedule)
+    last = slots.of_stage(stage.num_stages - 1)
     moving, still = stage.split(stage.empty)
     carry = _Carry(
         sent_forward=(moving, still),
         sent_backward=moving,
-        ring=[jnp.broadcast_to(leaf * 0, (slots.number, *leaf.shape)) for leaf in pullback.leaves] if pullback else [],
-        sums=_zero_sums(stage, pullback),
+        ring=_ring(pullback.leaves, slots.number) if pullback else [],
+        outputs=_ring([*moving, *still], last.number) if pullback else [],
+        sums=stage.zero_sums(schedule.trains),
     )
     cells = {"forward": schedule.forward, "backward": schedule.backward, "write": slots.write, "read": slots.read}
     for segment in schedule.segments():
-        columns = {name: jnp.asarray(table[segment.first : segment.stop])[:, stage.index] for name, table in cells.items()}
+        rows = slice(segment.first, segment.stop)
+        columns = {name: jnp.asarray(table)[rows, stage.index] for name, table in cells.items()}
+        # On every stage, for only the last one's outputs are ever read.
+        columns |= {"write output": jnp.asarray(last.write)[rows, 0], "read output": jnp.asarray(last.read)[rows, 0]}
         carry, _ = lax.scan(_tick(stage, pullback, segment), carry, columns)
     return carry.sums
+
+
+def _ring(leaves: list[Array], number: int) -> list[Array]:
+    return [varying(jnp.zeros((number, *leaf.shape), leaf.dtype), varying_axes(leaf)) for leaf in leaves]
 
 
 def _check_immediate(schedule: Schedule) -> None:
@@ -193,24 +245,20 @@ def _check_immediate(schedule: Schedule) -> None:
 
 def _accumulate(stage: _Stage) -> Sums:
     """Every microbatch forward and backward in turn: what any schedule comes to with a single stage, without a ring."""
-    moving, still = stage.split(stage.empty)
+    empty = stage.split(stage.empty)
 
     def loss_of(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        (_, loss), (_, metrics) = stage(params, moving, still, batch)
-        return loss, metrics
+        return stage.loss(shared_of(params), *stage.blocks(params, *empty, batch), batch)
 
     def add(sums: Sums, number: Array) -> tuple[Sums, None]:
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(stage.params, stage.microbatch(number))
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, Sums(loss, metrics, grads)), None
 
-    loss, metrics = loss_of(stage.params, stage.microbatch(jnp.int32(0)))
-    grads = jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), stage.params)
-    zeros = Sums(loss * 0, jax.tree.map(lambda x: x * 0, metrics), grads)
-    return lax.scan(add, zeros, jnp.arange(stage.num_microbatches))[0]
+    return lax.scan(add, stage.zero_sums(trains=True), jnp.arange(stage.num_microbatches))[0]
 
 
 class _Pullback:
-    """How a stage's pullback comes apart into leaves for the ring, and together again.
+    """How the pullback of a stage's blocks comes apart into leaves for the ring, and together again.
 
     `standing` has, for each leaf of a pullback, the parameter or the constant it is in every tick, or None for a leaf
     that is of one microbatch and goes into the ring; `leaves` are examples of the latter.
@@ -218,82 +266,97 @@ class _Pullback:
 
     def __init__(self, stage: _Stage):
         self.stage = stage
-        moving, still = stage.split(stage.empty)
         # This trace is only looked at: its results reach nothing, so nothing of it runs.
-        (_, self.loss), found, (_, self.metrics) = self._forward(moving, still, stage.microbatch(jnp.int32(0)))
+        _, found, _ = self._forward(*stage.split(stage.empty), stage.microbatch(jnp.int32(0)))
         leaves, self.structure = jax.tree.flatten(found)
         # What comes from a microbatch varies over these axes, so a leaf that does not is the same in every tick.
-        standing = [*jax.tree.leaves(stage.params), *(leaf for leaf in leaves if not varying_axes(leaf) >= MICROBATCH_AXES)]
+        constants = [leaf for leaf in leaves if not varying_axes(leaf) >= MICROBATCH_AXES]
+        standing = [*jax.tree.leaves((stage.params, stage.copies, stage.layers)), *constants]
         self.standing = [next((held for held in standing if held is leaf), None) for leaf in leaves]
         self.leaves = [leaf for leaf, held in zip(leaves, self.standing, strict=True) if held is None]
 
     def _forward(self, moving: list[Array], still: list[Array], batch: Batch) -> Any:
-        return jax.vjp(lambda params, x: self.stage(params, x, still, batch), self.stage.params, moving, has_aux=True)
+        return jax.vjp(lambda params, x: self.stage.blocks(params, x, still, batch), self.stage.params, moving, has_aux=True)
 
-    def forward(self, moving: list[Array], still: list[Array], batch: Batch) -> tuple[Any, Any, list[Array]]:
-        """(primal results, others, leaves to keep)."""
-        results, found, others = self._forward(moving, still, batch)
+    def forward(self, moving: list[Array], still: list[Array], batch: Batch) -> tuple[list[Array], list[Array], list[Array]]:
+        """(floating leaves sent, other leaves sent, leaves to keep)."""
+        sent, found, others = self._forward(moving, still, batch)
         leaves = jax.tree.leaves(found)
-        return results, others, [leaf for leaf, held in zip(leaves, self.standing, strict=True) if held is None]
+        return sent, others, [leaf for leaf, held in zip(leaves, self.standing, strict=True) if held is None]
 
-    def backward(self, kept: list[Array], cotangents: list[Array], weight: Array) -> tuple[Params, list[Array]]:
-        """Cotangents of (parameters, boundary received) from those of the boundary sent and of the loss."""
+    def backward(self, kept: list[Array], cotangents: list[Array]) -> tuple[Params, list[Array]]:
+        """Cotangents of (parameters, boundary received) from those of the boundary sent."""
         left = iter(kept)
         leaves = [next(left) if held is None else held for held in self.standing]
-        weight = varying(weight.astype(self.loss.dtype), varying_axes(self.loss))
-        return jax.tree.unflatten(self.structure, leaves)((cotangents, weight))
-
-
-def _zero_sums(stage: _Stage, pullback: _Pullback | None) -> Sums:
-    if pullback is None:
-        moving, still = stage.split(stage.empty)
-        (_, loss), (_, metrics) = stage(stage.params, moving, still, stage.microbatch(jnp.int32(0)))
-        return jax.tree.map(lambda x: x * 0, Sums(loss, metrics, None))
-    grads = jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), stage.params)
-    return Sums(pullback.loss * 0, jax.tree.map(lambda x: x * 0, pullback.metrics), grads)
+        return jax.tree.unflatten(self.structure, leaves)(cotangents)
 
 
 def _tick(stage: _Stage, pullback: _Pullback | None, segment: Segment) -> Callable[[_Carry, dict[str, Array]], tuple[_Carry, None]]:
     """The body of the loop over a segment's ticks."""
 
     def body(carry: _Carry, cell: dict[str, Array]) -> tuple[_Carry, None]:
-        sent_forward, sent_backward, ring, sums = carry
+        sent_forward, sent_backward, ring, outputs, sums = carry
         received = sent_forward
         if "forward" in segment.kinds:
             received = _hop(sent_forward, stage.num_stages, 1)
         if "backward" in segment.kinds:
             assert pullback is not None
-            there = cell["backward"] != IDLE
-            kept = [lax.dynamic_index_in_dim(leaf, jnp.maximum(cell["read"], 0), keepdims=False) for leaf in ring]
-            # Cotangents, not gradients, are masked: a stage with nothing to do adds zeros.
-            passes_on = there & (stage.index < stage.num_stages - 1)
-            cotangents = [jnp.where(passes_on, x, 0) for x in sent_backward]
-            grads, sent = pullback.backward(kept, cotangents, jnp.where(there, 1.0, 0.0))
-            sums = sums._replace(grads=jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums.grads, grads))
+            kept, output = _take(ring, cell["read"]), _take(outputs, cell["read output"])
+            more, sent = _backward(stage, pullback, cell["backward"], kept, output, sent_backward)
+            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
             # Forward may not start before backward has ended, nor be merged with it; the hop back then lies over forward.
             received, sent = lax.optimization_barrier((received, sent))
             sent_backward = _hop(sent, stage.num_stages, -1)
         if "forward" in segment.kinds:
-            there = cell["forward"] != IDLE
-            batch = stage.microbatch(cell["forward"])
+            there, batch = cell["forward"] != IDLE, stage.microbatch(cell["forward"])
             moving, still = received
             if pullback is None:
-                (moving, loss), (still, metrics) = stage(stage.params, moving, still, batch)
+                moving, still = stage.blocks(stage.params, moving, still, batch)
+                loss, metrics = _where_there(there, stage.loss(shared_of(stage.params), moving, still, batch))
+                sums = jax.tree.map(jnp.add, sums, Sums(loss, metrics, None))
             else:
-                (moving, loss), (still, metrics), leaves = pullback.forward(moving, still, batch)
-                slot = jnp.maximum(cell["write"], 0)
-                ring = [_put(buffer, leaf, slot, there) for buffer, leaf in zip(ring, leaves, strict=True)]
+                moving, still, leaves = pullback.forward(moving, still, batch)
+                ring = _put(ring, leaves, cell["write"])
+                outputs = _put(outputs, [*moving, *still], cell["write output"])
             sent_forward = (moving, still)
-            sums = sums._replace(
-                loss=sums.loss + jnp.where(there, loss, 0),
-                metrics=jax.tree.map(lambda a, b: a + jnp.where(there, b, 0), sums.metrics, metrics),
-            )
-        return _Carry(sent_forward, sent_backward, ring, sums), None
+        return _Carry(sent_forward, sent_backward, ring, outputs, sums), None
 
     return body
 
 
-def _put(buffer: Array, leaf: Array, slot: Array, there: Array) -> Array:
-    """`buffer` with `leaf` in `slot`, unless the stage has nothing to do."""
-    old = lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
-    return lax.dynamic_update_index_in_dim(buffer, jnp.where(there, leaf, old), slot, 0)
+def _backward(
+    stage: _Stage, pullback: _Pullback, number: Int[Array, ""], kept: list[Array], output: list[Array], received: list[Array]
+) -> tuple[Sums, list[Array]]:
+    """The backward action of microbatch `number`: what it adds to the sums, and the cotangents to send back.
+
+    The last stage begins with the loss, forward too: so logits live within one action, and none are kept between ticks.
+    """
+    there, batch = number != IDLE, stage.microbatch(number)
+    moving, still = output[: len(received)], output[len(received) :]
+    shared = shared_of(stage.params)
+    loss_of = lambda shared, moving: stage.loss(shared, moving, still, batch)  # noqa: E731
+    loss, pull_loss, metrics = jax.vjp(loss_of, shared, moving, has_aux=True)
+    # Cotangents, not gradients, are masked: a stage with nothing to do adds zeros.
+    shared_grads, begun = pull_loss(varying(jnp.where(there, 1, 0).astype(loss.dtype), varying_axes(loss)))
+    is_last = stage.index == stage.num_stages - 1
+    cotangents = [jnp.where(is_last, own, jnp.where(there, x, 0)) for own, x in zip(begun, received, strict=True)]
+    grads, sent = pullback.backward(kept, cotangents)
+    grads = grads | jax.tree.map(jnp.add, shared_of(grads), shared_grads)
+    loss, metrics = _where_there(there, (loss, metrics))
+    return Sums(loss, metrics, grads), sent
+
+
+def _take(ring: list[Array], slot: Int[Array, ""]) -> list[Array]:
+    """The leaves in `slot`; any, where it is IDLE."""
+    return [lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False) for buffer in ring]
+
+
+def _put(ring: list[Array], leaves: list[Array], slot: Int[Array, ""]) -> list[Array]:
+    """`ring` with `leaves` in `slot`; as it was, where that is IDLE."""
+    place = jnp.maximum(slot, 0)
+
+    def put(buffer: Array, leaf: Array) -> Array:
+        old = lax.dynamic_index_in_dim(buffer, place, keepdims=False)
+        return lax.dynamic_update_index_in_dim(buffer, jnp.where(slot == IDLE, old, leaf), place, 0)
+
+    return [put(buffer, leaf) for buffer, leaf in zip(ring, leaves, strict=True)]

@@ -242,6 +242,11 @@ class Slots(NamedTuple):
     read: Int[np.ndarray, "K S"]
     """Slot that the tick's backward action takes."""
 
+    def of_stage(self, stage: int) -> "Slots":
+        """The columns of one stage, with as many slots as it needs by itself."""
+        write, read = self.write[:, [stage]], self.read[:, [stage]]
+        return Slots(int(write.max()) + 1, write, read)
+
 
 def residual_slots(schedule: Schedule) -> Slots:
     """Slots by liveness: a slot is free again in the tick whose backward action has taken it.

@@ -23,16 +23,16 @@ TABLE: dict[str, MeshAxes] = {
 """Which mesh axes share each dim; None is replicated."""
 
 
-def partition_spec(dims: tuple[str, ...]) -> PartitionSpec:
-    """How an array with these dims lies on the mesh.
+def partition_spec(dims: tuple[str | None, ...]) -> PartitionSpec:
+    """How an array with these dims lies on the mesh; a dim without a name is not shared.
 
     Raises:
         ValueError: a dim is not in the table.
     """
     for dim in dims:
-        if dim not in TABLE:
+        if dim is not None and dim not in TABLE:
             raise ValueError(f"the sharding table has no dim {dim!r}{did_you_mean(dim, TABLE)}")
-    return PartitionSpec(*(TABLE[dim] for dim in dims))
+    return PartitionSpec(*(dim and TABLE[dim] for dim in dims))
 
 
 def partition_specs(dims: PyTree) -> PyTree:

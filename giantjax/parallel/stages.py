@@ -1,13 +1,14 @@
 """What the parallel machinery knows of a model, and how layers are dealt to pipeline stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 Params = dict[str, Any]
@@ -16,6 +17,16 @@ Batch = dict[str, Array]
 Boundary: TypeAlias = Any
 """What goes from block to block: any pytree of arrays of fixed shapes; those that are not floating carry no cotangent."""
 BLOCKS = "blocks"
+
+
+class Weight(NamedTuple):
+    """A parameter with its copy in the type of matrix products, which is made once a step.
+
+    Products read the copy, and give its gradient, in fp32, to the parameter.
+    """
+
+    parameter: Array
+    copy: Array
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,29 @@ class Model:
     """batch -> what sums of losses over it are divided by, such as its number of unmasked positions."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes without padding of dims that are padded for the mesh; what lies beyond is zero and stays so."""
+    casts: Params | None = None
+    """In each parameter's place whether it arrives as a `Weight` with a copy in `dtype`; None casts nothing."""
+    dtype: DTypeLike | None = None
+    """Of the copies."""
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By recompute policy the names (`jax.ad_checkpoint.checkpoint_name`) in a block whose values the backward pass finds
+    kept; a policy without an entry keeps all that autodiff asks for."""
 
 
 def shared_of(params: Params) -> Params:
     """The parameters that no layer owns."""
     return {name: value for name, value in params.items() if name != BLOCKS}
+
+
+def compute_copies(model: Model, params: Params) -> Params:
+    """In each parameter's place its copy in `model.dtype`, or None where it has none."""
+    casts = model.casts or jax.tree.map(lambda _: False, params)
+    return jax.tree.map(lambda x, casts: x.astype(model.dtype) if casts else None, params, casts)
+
+
+def with_copies(params: Params, copies: Params) -> Params:
+    """`params`, those that have a copy as a `Weight`; only the parameters are what a gradient is taken of."""
+    return jax.tree.map(lambda copy, x: x if copy is None else Weight(x, copy), copies, params, is_leaf=lambda copy: copy is None)
 
 
 def layer_table(num_layers: int, num_stages: int) -> Int[np.ndarray, "S L"]:
@@ -82,51 +111,71 @@ def to_disk_layout(stacked: PyTree, table: Int[np.ndarray, "S L"]) -> PyTree:
     return jax.tree.map(lambda a: a[places], stacked)
 
 
+def group_layers(stacked: PyTree, recompute: str) -> list[PyTree]:
+    """Leaves stacked by layer, [L, ...], cut as the policy `recompute` makes them again.
+
+    `full:K` gives groups of K layers, [L // K, K, ...], and what is left over, [1, L % K, ...]; other policies [L, ...].
+    """
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    every = min(recompute_interval(recompute), num_layers)
+    if every == 1:
+        return [stacked]
+    whole = num_layers // every * every
+    cuts = [(0, whole, every)] + ([(whole, num_layers, num_layers - whole)] if whole < num_layers else [])
+    return [jax.tree.map(lambda a: a[first:stop].reshape(-1, size, *a.shape[1:]), stacked) for first, stop, size in cuts]  # noqa: B023
+
+
+def ungroup_layers(groups: list[PyTree]) -> PyTree:
+    """Leaves stacked by layer from groups [n, K, ...]."""
+    return jax.tree.map(lambda *parts: jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in parts]), *groups)
+
+
+def recompute_interval(recompute: str) -> int:
+    """K of `full:K`, else 1."""
+    return int(recompute.partition(":")[2] or 1)
+
+
 def apply_blocks(
     model: Model,
-    params: Params,
-    layers: Int[Array, "L"],
+    shared: Params,
+    groups: list[PyTree],
     boundary: Boundary,
     batch: Batch,
     step: Array | None,
     recompute: str,
-    padded: bool,
+    padded: bool = False,
 ) -> Boundary:
-    """The blocks `layers` in order, keeping for the backward pass what the policy `recompute` names.
+    """The blocks of `groups` in order, keeping for the backward pass what the policy `recompute` names.
 
     `none` keeps the results of matrix products and redoes only elementwise work; `selective` makes the attention core
     again too (Korthikanti et al., 2022); `full` keeps only the input of each block; `full:K` of every K-th.
 
+    What a gradient is taken of must be cut into groups beforehand: a pullback that cuts keeps the pieces beside the whole.
+
     Args:
         model: whose blocks they are.
-        params: `blocks` stacked [L, ...], and the shared parameters.
-        layers: index of each block; -1 is padding, which leaves the boundary as it is.
+        shared: the parameters that all layers share.
+        groups: from `group_layers` of (index of each layer [L], parameters stacked [L, ...]); index -1 is padding, which
+            leaves the boundary as it is.
         boundary: what enters the first of them.
         batch: the microbatch.
         step: steps taken, or None in evaluation.
         recompute: the policy.
-        padded: whether `layers` may hold -1 anywhere.
+        padded: whether an index may be -1.
     """
-    shared, num_layers = shared_of(params), layers.shape[0]
-    kind, _, interval = recompute.partition(":")
-    every = min(int(interval or 1), num_layers)
-    whole = num_layers // every * every
 
     def one(x: Boundary, layer_and_params: tuple[Array, Params]) -> tuple[Boundary, None]:
         layer, block = layer_and_params
         y = model.block(shared, block, x, jnp.maximum(layer, 0), batch, step)
         return (jax.tree.map(lambda new, old: jnp.where(layer >= 0, new, old), y, x) if padded else y), None
 
-    def group(x: Boundary, stacked: tuple[Array, Params]) -> tuple[Boundary, None]:
-        return lax.scan(one, x, stacked)
+    if not recompute.startswith("full") and recompute in model.kept:
+        one = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(*model.kept[recompute]))
 
-    stacked = (layers, params[BLOCKS])
-    if kind != "full":
-        kept = ["qkv", "context", "residual", "up"] + (["attention_weights"] if kind == "none" else [])
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
-        return lax.scan(jax.checkpoint(one, policy=policy), boundary, stacked)[0]
-    grouped = jax.tree.map(lambda a: a[:whole].reshape(whole // every, every, *a.shape[1:]), stacked)
-    boundary, _ = lax.scan(jax.checkpoint(group), boundary, grouped)
-    if whole < num_layers:
-        boundary, _ = jax.checkpoint(group)(boundary, jax.tree.map(lambda a: a[whole:], stacked))
+    def group(x: Boundary, layers_and_params: PyTree) -> tuple[Boundary, None]:
+        return lax.scan(one, x, layers_and_params)
+
+    for stacked in groups:
+        body = one if stacked[0].ndim == 1 else group
+        boundary, _ = lax.scan(jax.checkpoint(body) if recompute.startswith("full") else body, boundary, stacked)
     return boundary

@@ -53,7 +53,7 @@ def test_loss_at_a_position_has_no_gradient_into_later_positions(params, rate):
 
     def loss_at(x, position):
         only = jnp.broadcast_to(positions == position, batch["loss_mask"].shape).astype(jnp.float32)
-        x = apply_blocks(model, params, layers, x, batch, step, "none", padded=False)
+        x = apply_blocks(model, params, [(layers, params["blocks"])], x, batch, step, "none")
         return model.loss(params, x, batch | {"loss_mask": only}, step)[0]
 
     x = model.embed(params, batch, None)

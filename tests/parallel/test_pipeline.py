@@ -1,29 +1,48 @@
 """The executor, compiled: what its loops hold, and how its memory grows."""
 
+import dataclasses
 import functools
+import math
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from giantjax.training.state import abstract_state
+from giantjax.parallel import pipeline
+from giantjax.parallel.schedule import IDLE, KINDS, schedule_of_name
+from giantjax.training.state import abstract_state, init_state
 from giantjax.training.step import build_train_step
-from tests.test_equivalence import LENGTH, Case, program
+from tests.test_equivalence import BATCH, LENGTH, Case, batch_of, program
 
+SLOTS = 3
+"""Of two stages under 1F1B: none of scalars makes a ring larger than this."""
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+
+
+def abstract_batch(num_samples: int) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = (num_samples, LENGTH)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
+    return batch | {"loss_mask": jax.ShapeDtypeStruct(shape, jnp.float32), "sample": jax.ShapeDtypeStruct(shape[:1], jnp.uint32)}
+
+
+def traced(case: Case) -> jax.stages.Traced:
+    """The step of `case`, with microbatches of two samples."""
+    model, optimizer, layout, _ = program(case)
+    batch = abstract_batch(2 * case.microbatches * case.data * case.replica)
+    step = build_train_step(model, optimizer, layout, num_microbatches=case.microbatches, schedule=case.schedule, recompute=case.recompute)
+    return step.trace(abstract_state(layout), batch)
 
 
 @functools.cache
 def compiled(schedule: str, num_microbatches: int, tensor: int = 1) -> jax.stages.Compiled:
     """The step of two stages with `num_microbatches` of two samples."""
-    model, optimizer, layout, _ = program(Case(pipe=2, tensor=tensor, dropout=0.0))
-    shape = (2 * num_microbatches, LENGTH)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
-    batch |= {"loss_mask": jax.ShapeDtypeStruct(shape, jnp.float32), "sample": jax.ShapeDtypeStruct(shape[:1], jnp.uint32)}
-    step = build_train_step(model, optimizer, layout, num_microbatches=num_microbatches, schedule=schedule)
-    return step.lower(abstract_state(layout), batch).compile()
+    case = Case(pipe=2, tensor=tensor, dropout=0.0, schedule=schedule, microbatches=num_microbatches, vocabulary=90)
+    return traced(case).lower().compile()
 
 
 def _memory(program: jax.stages.Compiled) -> int:
@@ -40,7 +59,7 @@ def temporary_bytes(schedule: str, num_microbatches: int) -> int:
 
 @pytest.mark.xdist_group("compiled pipeline")
 def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
-    few, many = temporary_bytes("1f1b", 8), temporary_bytes("1f1b", 32)
+    few, many = temporary_bytes("1f1b", 8), temporary_bytes("1f1b", 64)
     assert many <= 1.05 * few
     # GPipe keeps every microbatch at once.
     assert temporary_bytes("gpipe", 32) > 2 * temporary_bytes("gpipe", 8)
@@ -77,3 +96,126 @@ def test_tensor_parallel_ticks_sum_activations_only() -> None:
     assert sizes and max(sizes) <= 2 * LENGTH
     kinds = set(COLLECTIVE.findall(loops))
     assert {"collective-permute", "all-gather", "reduce-scatter"} <= kinds
+
+
+@pytest.mark.xdist_group("compiled pipeline")
+def test_no_buffer_holds_logits_of_the_whole_vocabulary() -> None:
+    """The vocabulary of 90 is padded to 92, half of it on each device; no other dim of the model is 92."""
+    shapes = set(re.findall(r"\w+\[([\d,]+)\]", compiled("1f1b", 8, 2).as_text() or ""))
+    assert any({"46", str(LENGTH)} <= set(dims.split(",")) for dims in shapes)
+    assert not any({"92", str(LENGTH)} <= set(dims.split(",")) for dims in shapes)
+
+
+def tick_loops(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """The loops over ticks with a backward action, which pass on the sums of all gradients; other loops pass on little."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["num_carry"] > 16:
+            yield equation
+        elif equation.primitive.name != "scan":
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from tick_loops(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "full:2", "full:3"])
+def test_ticks_pass_on_nothing_as_large_as_a_weight(recompute: str, dtype: str) -> None:
+    """But the sums of gradients: what the backward pass needs of weights is what the step was given."""
+    case = Case(pipe=2, dropout=0.0, microbatches=4, layers=8, recompute=recompute, dtype=dtype)
+    shapes = program(case).layout.shapes.params
+    on_a_stage = sum(leaf.size // (2 if name == "blocks" else 1) for name, tree in shapes.items() for leaf in jax.tree.leaves(tree))
+    ticks = list(tick_loops(traced(case).jaxpr.jaxpr))
+    assert len(ticks) == 2  # the steady state and the drain
+    for loop in ticks:
+        first, number = loop.params["num_consts"], loop.params["num_carry"]
+        carried: list[Any] = [x.aval for x in loop.invars[first : first + number]]
+        # What is of a microbatch has a dim of two samples; no parameter has.
+        others = [x for x in carried if not {2, LENGTH} <= set(x.shape) and x.size > SLOTS]
+        assert sum(x.size for x in others) == on_a_stage
+        assert {x.dtype for x in others} == {jnp.dtype(jnp.float32)}
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    """Ticks read the compute copies: none of them casts a weight."""
+    loops = list(tick_loops(traced(Case(pipe=2, dropout=0.0, microbatches=4, dtype="bfloat16")).jaxpr.jaxpr))
+    weights = {(4, 4 * 32), (32, 3, 8, 4), (8, 4, 32), (32, 128), (128, 32), (62, 32)}
+
+    def casts(jaxpr: jax.extend.core.Jaxpr) -> Iterator[tuple[int, ...]]:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "convert_element_type":
+                operand: Any = equation.invars[0].aval
+                yield operand.shape
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from casts(inner)
+
+    assert loops
+    for loop in loops:
+        found = set(casts(loop.params["jaxpr"].jaxpr))
+        assert not {shape for shape in found if shape in weights or shape[1:] in weights}
+
+
+@pytest.mark.parametrize("case", [Case(pipe=2, data=2, tensor=2, zero=1), Case(pipe=4, tensor=2)], ids=str)
+def test_the_state_is_divided_as_the_table_says(case: Case) -> None:
+    """Bytes of arguments on a device are full size over shards; kernels of blocks are shared by pipe x tensor devices."""
+    case = dataclasses.replace(case, dropout=0.0, vocabulary=2000, microbatches=case.pipe)
+    layout = program(case).layout
+    # The step never reads the gradients that its optimizer recorded before.
+    shapes, specs = (state._replace(optimizer=state.optimizer["inner"]) for state in (layout.shapes, layout.state))
+    total = 0.0
+    for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True):
+        axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+        total += leaf.size * leaf.dtype.itemsize / math.prod(layout.mesh.shape[axis] for axis in axes)
+    kernel = layout.params["blocks"]["feedforward"]["up"]["kernel"]
+    assert {axis for axis in kernel if axis} == {"pipe", "tensor"}
+    moment = specs.optimizer[0].mu["blocks"]["feedforward"]["up"]["kernel"]
+    assert {axis for axis in moment if axis} == ({"pipe", "tensor", "data"} if case.zero else {"pipe", "tensor"})
+    analysis = traced(case).lower().compile().memory_analysis()
+    assert analysis is not None
+    batch = 2 * case.microbatches * (LENGTH * 12 + 4)
+    assert analysis.argument_size_in_bytes - batch == pytest.approx(total, rel=0.01)
+
+
+def _is_spec(value: object) -> bool:
+    return isinstance(value, jax.sharding.PartitionSpec)
+
+
+@pytest.mark.parametrize("case", [Case(pipe=4, microbatches=6), Case(pipe=4, microbatches=3, schedule="gpipe")], ids=str)
+def test_the_executor_does_what_the_table_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tick of each stage works on the table's microbatch, backward before forward, and on that microbatch's samples."""
+    table = schedule_of_name(case.schedule, case.pipe, case.microbatches)
+    tick, microbatch = pipeline._tick, pipeline._Stage.microbatch
+    taken: list[tuple[Any, Any]] = []
+
+    def logged_microbatch(stage: Any, number: Any) -> Any:
+        found = microbatch(stage, number)
+        taken.append((number, found["sample"][0]))
+        return found
+
+    def logged_tick(stage: Any, pullback: Any, segment: Any) -> Any:
+        body = tick(stage, pullback, segment)
+
+        def logged(carry: Any, cell: Any) -> Any:
+            taken.clear()
+            carry, _ = body(carry, cell)
+            metrics, log = carry.sums.metrics, carry.sums.metrics["log"]
+            kinds = [kind for kind in ("backward", "forward") if kind in segment.kinds]
+            for kind, (number, sample) in zip(kinds, taken, strict=True):
+                place = (stage.index, metrics["tick"].astype(int), KINDS.index(kind))
+                log = log.at[place].set(jnp.where(number == IDLE, 0, sample.astype(jnp.float32)))
+            sums = carry.sums._replace(metrics={"log": log, "tick": metrics["tick"] + 1})
+            return carry._replace(sums=sums), None
+
+        return logged
+
+    monkeypatch.setattr(pipeline, "_tick", logged_tick)
+    monkeypatch.setattr(pipeline._Stage, "microbatch", logged_microbatch)
+    model, optimizer, layout, _ = program(case)
+    empty = {"log": jnp.zeros((case.pipe, table.num_ticks, len(KINDS))), "tick": jnp.float32(0)}
+    counting = dataclasses.replace(model, loss=lambda *a: (model.loss(*a)[0], empty))
+    step = build_train_step(counting, optimizer, layout, num_microbatches=case.microbatches, schedule=case.schedule)
+    size = BATCH // case.microbatches
+    batch = {name: array[: size * case.microbatches] for name, array in batch_of().items()}
+    log = step(init_state(model, optimizer, layout, 0), batch)[1].reported["log"]
+    for kind in ("backward", "forward"):
+        cells = table.table(kind).T
+        # Samples are numbered from 100.
+        assert np.array_equal(log[:, :, KINDS.index(kind)], np.where(cells == IDLE, 0, 100 + cells * size))
