@@ -20,7 +20,7 @@ from giantjax.config import RunConfig
 from giantjax.errors import InputError
 from giantjax.hlo import Program, parse
 from giantjax.model.gpt import model_on_mesh
-from giantjax.overlap import HOPS, Collective, Window, collectives, windows, work
+from giantjax.overlap import HOPS, Collective, Window, collectives, dependents, flops, windows
 from giantjax.parallel.mesh import AXES, build_mesh
 from giantjax.parallel.topology import known_topology
 from giantjax.targets import INSTALL, Target, compile_only_devices, target_of, uncached
@@ -164,7 +164,7 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         uses=_uses(found, nodes, degrees),
         busiest_node=max(of_node.values()),
         busiest_device=float(across.max()),
-        hops=tuple(_hop(program, window, degrees) for window in windows(program)),
+        hops=_hops(program, degrees),
         gradient_sums_in_loops=tuple(
             f"{each.kind} of {', '.join(map(str, each.payload))} over {' and '.join(axes_of(each, degrees))}, {each.times} times"
             for each in found
@@ -191,21 +191,35 @@ def _uses(found: list[Collective], nodes: list[int], degrees: dict[str, int]) ->
     return tuple(sorted(uses, key=lambda use: (-use.across, -use.inside)))
 
 
-def _hop(program: Program, window: Window, degrees: dict[str, int]) -> Hop:
-    hop = window.collective
+def _hops(program: Program, degrees: dict[str, int]) -> tuple[Hop, ...]:
+    by_computation: dict[str, list[Window]] = {}
+    for window in windows(program):
+        by_computation.setdefault(window.computation, []).append(window)
+    return tuple(hop for together in by_computation.values() for hop in _hops_of_tick(program, together, degrees))
+
+
+def _hops_of_tick(program: Program, together: list[Window], degrees: dict[str, int]) -> list[Hop]:
+    """The hops of one tick: forward work is all that needs what comes forward, backward work is the rest."""
+    place = together[0].computation
+    directions = [_direction(window.collective, degrees) for window in together]
+    arrivals = [window.end.name for window, direction in zip(together, directions, strict=True) if direction == "forward"]
+    needing = dependents(program, place, arrivals)
+    steady, found = len(set(directions)) == 2, []
+    for window, direction in zip(together, directions, strict=True):
+        # What the hop is to lie over: in a tick with both directions the other one's work, else anything.
+        of = tuple(each for each in program.computations[place] if not steady or (each.name in needing) == (direction == "backward"))
+        inside = {each.name for each in window.between}
+        between = tuple(each for each in of if each.name in inside)
+        whole = flops(program, place, of)
+        hidden = flops(program, place, between) / whole if whole else 1.0
+        found.append(Hop(direction, steady, window.collective.times, hidden, window.collective.num_bytes))
+    return found
+
+
+def _direction(hop: Collective, degrees: dict[str, int]) -> Literal["forward", "backward"]:
     stage_size = math.prod(degrees.values()) // degrees["pipe"]
-    source, target = (place // stage_size for place in hop.pairs[0]) if hop.pairs else (0, 1)
-    direction: Literal["forward", "backward"] = "forward" if source < target else "backward"
-    place = window.computation
-    between, whole = work(program, place, window.between), work(program, place)
-    steady = whole.forward > 0 and whole.backward > 0
-    if not steady:
-        covered, of = between.total, whole.total
-    elif direction == "forward":
-        covered, of = between.backward, whole.backward
-    else:
-        covered, of = between.forward, whole.forward
-    return Hop(direction, steady, hop.times, covered / of if of else 1.0, hop.num_bytes)
+    source, target = (place // stage_size for place in hop.pairs[0])
+    return "forward" if source < target else "backward"
 
 
 def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int) -> bool:

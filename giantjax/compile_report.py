@@ -56,7 +56,7 @@ class Hop(NamedTuple):
 
     direction: Literal["forward", "backward"]
     steady: bool
-    """Whether the loop has forward and backward work."""
+    """Whether the loop has hops, and so work, of both directions."""
     times: int
     hidden: float
     """Share, 0 to 1, of the matrix products that run while it travels: of the other direction's in a steady loop, else of all."""

@@ -50,12 +50,6 @@ class Instruction:
         return tuple(name for single, several in found for name in ([single] if single else re.findall(r"%([\w.\-]+)", several)))
 
     @property
-    def source(self) -> str:
-        """Where in the traced function it comes from (`op_name`), empty where it does not say."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
-
-    @property
     def trip_count(self) -> int:
         """Turns of a loop.
 

@@ -6,9 +6,9 @@ and the end of each hop from stage to stage, and the floating-point operations o
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -53,18 +53,6 @@ class Window:
     collective: Collective
     between: tuple[Instruction, ...]
     """In the order in which they run."""
-
-
-class Work(NamedTuple):
-    """Floating-point operations of matrix products."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.forward + self.backward
 
 
 def collectives(program: Program) -> list[Collective]:
@@ -125,33 +113,38 @@ def _end(following: tuple[Instruction, ...], start: Instruction) -> Instruction:
     return start
 
 
-def work(program: Program, computation: str, instructions: tuple[Instruction, ...] | None = None) -> Work:
-    """Matrix products among `instructions` of `computation`, None for all, those of loops and of what they call included.
+def dependents(program: Program, computation: str, names: Iterable[str]) -> frozenset[str]:
+    """Of the instructions of `computation`, those that need the results of these."""
+    found = set(names)
+    for each in program.computations[computation]:
+        if not found.isdisjoint(each.operands):
+            found.add(each.name)
+    return frozenset(found.difference(names))
 
-    Products of a backward pass, recomputation included, are told by where they come from.
+
+def flops(program: Program, computation: str, instructions: tuple[Instruction, ...] | None = None) -> float:
+    """Floating-point operations of matrix products among `instructions` of `computation`, None for all.
+
+    Those of loops and of what they call are included, as often as they run.
     """
     if instructions is None:
-        return _whole_work(program, computation)
-    forward = backward = 0.0
+        return _all_flops(program, computation)
+    total = 0.0
     for each in instructions:
         if each.opcode == "dot" or (each.opcode == "custom-call" and GEMM.search(each.attributes)):
-            flops = _product_flops(program, computation, each)
-            is_backward = "transpose(" in each.source
-            forward, backward = forward + flops * (not is_backward), backward + flops * is_backward
-            continue
-        turns = each.trip_count if each.opcode == "while" else 1
-        for name in each.calls(*CALLED.get(each.opcode, ("nothing",))):
-            inner = _whole_work(program, name)
-            forward, backward = forward + turns * inner.forward, backward + turns * inner.backward
-    return Work(forward, backward)
+            total += _product_flops(program, computation, each)
+        else:
+            turns = each.trip_count if each.opcode == "while" else 1
+            total += turns * sum(_all_flops(program, name) for name in each.calls(*CALLED.get(each.opcode, ("nothing",))))
+    return total
 
 
 CALLED = {"while": ("body",), "fusion": ("calls",), "call": ("to_apply", "calls"), "async-start": ("calls",), "conditional": BRANCHES}
 
 
 @lru_cache(maxsize=4096)
-def _whole_work(program: Program, computation: str) -> Work:
-    return work(program, computation, program.computations[computation])
+def _all_flops(program: Program, computation: str) -> float:
+    return flops(program, computation, program.computations[computation])
 
 
 def _product_flops(program: Program, computation: str, each: Instruction) -> float:

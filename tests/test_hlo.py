@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from giantjax.hlo import Program, Shape, parse
-from giantjax.overlap import collectives, windows, work
+from giantjax.overlap import collectives, dependents, flops, windows
 from giantjax.traffic import axes_of, ring_edges, traffic
 
 DEGREES = {"pipe": 2, "replica": 1, "data": 1, "tensor": 2}
@@ -23,7 +23,7 @@ TICKS = """HloModule step, is_scheduled=true
 %gemm (p0: bf16[64,32], p1: bf16[32,16]) -> bf16[64,16] {
   %p0 = bf16[64,32]{1,0} parameter(0)
   %p1 = bf16[32,16]{1,0} parameter(1)
-  ROOT %dot.1 = bf16[64,16]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/jvp()/dot"}
+  ROOT %dot.1 = bf16[64,16]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
 %layers (carry: (s32[], bf16[64,32], bf16[32,16])) -> (s32[], bf16[64,32], bf16[32,16]) {
@@ -62,7 +62,7 @@ ENTRY %main (p: (s32[], bf16[64,32], bf16[32,16])) -> f32[8] {
 """
 TURNS = r'backend_config={"known_trip_count":{"n":"\1"}}'
 CUBLAS = (
-    'metadata={op_name="jit(f)/transpose(jvp())/checkpoint/dot"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
     '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}'
 )
 TICKS = re.sub(r"TURNS\((\d)\)", TURNS, TICKS).replace("CUBLAS", CUBLAS)
@@ -97,10 +97,11 @@ def test_work_between_start_and_end_of_a_hop() -> None:
     program = parse(TICKS)
     (window,) = windows(program)
     assert [each.name for each in window.between] == ["back"]
-    # The inner loop's product is by cuBLAS, five times, and of a backward pass; the fusion's runs after the hop.
-    assert work(program, window.computation, window.between) == (0.0, 5 * PRODUCT)
-    assert work(program, "tick") == (PRODUCT, 5 * PRODUCT)
-    assert work(program, "main").total == 7 * 6 * PRODUCT
+    # The inner loop's product is by cuBLAS, five times; the fusion's runs after the hop, whose result it needs.
+    assert flops(program, window.computation, window.between) == 5 * PRODUCT
+    assert dependents(program, "tick", ["hop-done"]) == {"z", "out"}
+    assert flops(program, "tick") == 6 * PRODUCT
+    assert flops(program, "main") == 7 * 6 * PRODUCT
 
 
 def test_bytes_inside_and_between_nodes() -> None:

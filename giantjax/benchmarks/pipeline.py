@@ -26,8 +26,8 @@ class Pipeline:
     """PIPExREPLICAxDATAxTENSOR; the product is the number of GPUs."""
     schedule: tuple[str, ...] = ("1f1b", "gpipe")
     """Pipeline schedules."""
-    recompute: tuple[str, ...] = ("none", "selective", "full", "full:2")
-    """Recompute policies of 1f1b; another schedule is compiled with the first and with full."""
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    """Recompute policies of 1f1b; another schedule, which keeps more, is compiled with the last."""
     zero_stage: int = 0
     """What the data axis shards."""
     products: tuple[str, ...] = ("triton", "cublas")
@@ -92,7 +92,7 @@ def _variants(base: RunConfig, cluster: Cluster, words: str, arguments: Pipeline
     pipe, replica, data, tensor = map(int, words.split("x"))
     mesh = MeshConfig(pipe=pipe, replica=replica, data=data, tensor=tensor, inside=base.mesh.inside)
     for schedule in arguments.schedule:
-        policies = arguments.recompute if schedule == "1f1b" else tuple(dict.fromkeys((arguments.recompute[0], "full")))
+        policies = arguments.recompute if schedule == "1f1b" else arguments.recompute[-1:]
         for policy in policies:
             training = replace(base.training, recompute=policy, zero_stage=arguments.zero_stage)
             yield replace(base, mesh=mesh, training=training, pipeline=replace(base.pipeline, schedule=schedule))
