@@ -1,6 +1,8 @@
 """What JAX reads once, before it starts; import this before jax."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from giantjax.config import RuntimeConfig
@@ -34,12 +36,20 @@ def start(config: RuntimeConfig) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     # C++ libraries warn about GPUs that are not there; a user of the CPU did nothing wrong.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import jax
+    # The extra [aot] brings a plugin that complains where there are neither GPUs nor CUDA libraries.
+    gpus = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    if not gpus:
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    quiet = contextlib.nullcontext if gpus else _without_stderr
+    with quiet():
+        import jax
     from absl import logging
 
     # orbax warns of its own defaults, and logs with tracebacks what it raises as well.
     logging.set_verbosity(logging.FATAL)
     if config.num_cpu_devices:
+        # The variable counts only where jax was not imported before.
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
     if config.compilation_cache != "off":
         folder = cache_folder() / "compiled" if config.compilation_cache == "auto" else Path(config.compilation_cache)
@@ -53,6 +63,20 @@ def start(config: RuntimeConfig) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
-        jax.devices()
+        with quiet():
+            jax.devices()
     except RuntimeError as error:
         raise InputError(f"JAX found no device to run on: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what C++ libraries write while they start; exceptions still say what is wrong."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,5 +1,7 @@
 """The device mesh of a run."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -13,15 +15,15 @@ BATCH_AXES = ("replica", "data")
 """The axes that see different samples."""
 
 
-def build_mesh(config: MeshConfig, topologies: dict[str, NodeTopology] | None = None) -> Mesh:
+def build_mesh(config: MeshConfig, topologies: dict[str, NodeTopology] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of the configured degrees, axes in the order of `AXES`, devices placed by their nodes' topology.
 
-    A job on one node may use fewer devices than there are.
+    A job on one node may use fewer devices than there are. `devices` None is all of this job.
 
     Raises:
         InputError: the degrees do not fit the devices.
     """
-    devices, needed = jax.devices(), config.num_devices
+    devices, needed = list(jax.devices() if devices is None else devices), config.num_devices
     if len(devices) < needed:
         kind = devices[0].platform.upper()
         raise InputError(

@@ -17,6 +17,7 @@ from giantjax.parallel.sharding import partition_spec, shardings
 from giantjax.parallel.stages import Batch, Model, Params
 from giantjax.training.optimizer import Optimizer, clipped
 from giantjax.training.state import Layout, TrainState
+from giantjax.xla_flags import compiler_options
 
 
 class StepMetrics(NamedTuple):
@@ -76,7 +77,8 @@ def build_train_step(
     specs = layout.state
     mapped = jax.shard_map(local_step, mesh=layout.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, PartitionSpec()))
     outputs = (layout.shardings, shardings(layout.mesh, PartitionSpec()))
-    return jax.jit(mapped, donate_argnums=0, out_shardings=outputs)
+    options = compiler_options(layout.mesh.devices.flat[0].platform) or None
+    return jax.jit(mapped, donate_argnums=0, out_shardings=outputs, compiler_options=options)
 
 
 def build_eval_step(model: Model, layout: Layout, *, num_microbatches: int = 1) -> jax.stages.Wrapped:

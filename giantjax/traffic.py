@@ -1,0 +1,126 @@
+"""Bytes that collectives move inside and between nodes: counted in a compiled program, and foretold from a layout.
+
+A collective of a group is taken to run around a ring that enters and leaves each node once, as NCCL lays it; hops and
+all-to-alls go straight from source to target. Devices are named by their place in the mesh.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from giantjax.config import RunConfig
+from giantjax.overlap import HOPS, Collective
+from giantjax.parallel.mesh import AXES
+from giantjax.training.state import Layout
+
+Nodes = Sequence[int]
+"""The node of each place in the mesh."""
+
+
+class Traffic(NamedTuple):
+    """Bytes each device sends in a step."""
+
+    inside: Float[np.ndarray, "devices"]
+    """To its own node."""
+    across: Float[np.ndarray, "devices"]
+    """To another node."""
+
+
+def ring_edges(kind: str, group: Sequence[int], nodes: Nodes, num_bytes: float) -> Iterator[tuple[int, int, float]]:
+    """(source, target, bytes) of one collective in which each member puts in `num_bytes`."""
+    size = len(group)
+    if kind == "all-to-all":
+        yield from ((a, b, num_bytes / size) for a, b in itertools.permutations(group, 2))
+        return
+    shares = {"all-reduce": 2 * (size - 1) / size, "reduce-scatter": (size - 1) / size, "all-gather": size - 1, "collective-broadcast": 1}
+    ring = sorted(group, key=lambda place: nodes[place])
+    yield from ((a, b, shares[kind] * num_bytes) for a, b in zip(ring, ring[1:] + ring[:1], strict=True) if a != b)
+
+
+def traffic(collectives: Iterable[Collective], nodes: Nodes) -> Traffic:
+    """What the collectives of a program send in one run of it; what is received is not counted again."""
+    inside, across = np.zeros(len(nodes)), np.zeros(len(nodes))
+    for each in collectives:
+        if each.kind in HOPS:
+            edges = [(a, b, float(each.num_bytes)) for a, b in each.pairs if a != b and each.kind != "recv"]
+        else:
+            groups = each.groups or (tuple(range(len(nodes))),)
+            edges = [edge for group in groups for edge in ring_edges(each.kind, group, nodes, each.num_bytes)]
+        for source, target, num_bytes in edges:
+            (inside if nodes[source] == nodes[target] else across)[source] += each.times * num_bytes
+    return Traffic(inside, across)
+
+
+class Foretold(NamedTuple):
+    """Bytes that must cross nodes in a step, in total."""
+
+    boundaries: float
+    """Each microbatch's boundary once per pair of neighbouring stages and direction, each device its slice."""
+    gradients: float
+    """fp32 gradients summed over the devices that hold the same parameter, shared parameters over stages too."""
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.boundaries + self.gradients
+
+
+def foretell(config: RunConfig, layout: Layout, nodes: Nodes, width: int) -> Foretold:
+    """The bytes that the mesh alone says, for boundaries of `width` bytes an element."""
+    grid = np.arange(len(nodes)).reshape([layout.mesh.shape[axis] for axis in AXES])
+    where = np.asarray(nodes)[grid]
+    crossings = int((where[1:] != where[:-1]).sum())
+    model = config.model
+    piece = config.microbatch_size * model.sequence_length * model.hidden_size * width / config.mesh.tensor
+    gradients = 0.0
+    for shape, spec, zero_dim in zip(*_leaves(layout), strict=True):
+        gradients += sum(_gradient_bytes(config, grid, nodes, shape, spec, zero_dim))
+    return Foretold(2 * crossings * config.num_microbatches * piece, gradients)
+
+
+def _leaves(layout: Layout) -> tuple[list[tuple[int, ...]], list[PartitionSpec], list[int]]:
+    import jax
+
+    specs = jax.tree.leaves(layout.params, is_leaf=lambda value: isinstance(value, PartitionSpec))
+    return [leaf.shape for leaf in jax.tree.leaves(layout.shapes.params)], specs, jax.tree.leaves(layout.zero_dims)
+
+
+def _gradient_bytes(
+    config: RunConfig, grid: np.ndarray, nodes: Nodes, shape: tuple[int, ...], spec: PartitionSpec, zero_dim: int
+) -> Iterator[float]:
+    """Bytes between nodes of each sum that this parameter's gradient needs; under ZeRO its parts, and the parameter back."""
+    shared = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+    degrees = dict(zip(AXES, grid.shape, strict=True))
+    own = 4.0 * math.prod(shape) / math.prod(degrees[axis] for axis in shared)
+    over = [axis for axis in AXES if axis not in shared]
+    if zero_dim < 0:
+        yield _across("all-reduce", over, grid, nodes, own)
+        return
+    part = own / config.mesh.data
+    yield _across("reduce-scatter", ["data"], grid, nodes, own)
+    yield _across("all-reduce", [axis for axis in over if axis != "data"], grid, nodes, part)
+    yield _across("all-gather", ["data"], grid, nodes, part)
+
+
+def _across(kind: str, axes: Sequence[str], grid: np.ndarray, nodes: Nodes, num_bytes: float) -> float:
+    places = [AXES.index(axis) for axis in axes]
+    size = math.prod(grid.shape[place] for place in places)
+    groups = np.moveaxis(grid, places, range(len(places))).reshape(size, -1).T
+    edges = (edge for group in groups.tolist() for edge in ring_edges(kind, group, nodes, num_bytes))
+    return sum(sent for source, target, sent in edges if nodes[source] != nodes[target])
+
+
+def axes_of(collective: Collective, degrees: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices that talk differ."""
+    every = (tuple(range(math.prod(degrees.values()))),)
+    members = np.array([[*pair] for pair in collective.pairs] or [list(group) for group in collective.groups or every])
+    places = np.stack(np.unravel_index(members, [degrees[axis] for axis in AXES]))
+    return tuple(axis for axis, place in zip(AXES, places, strict=True) if (place != place[:, :1]).any())
+
+
+__all__ = ["Foretold", "Traffic", "axes_of", "foretell", "ring_edges", "traffic"]
