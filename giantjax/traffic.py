@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from giantjax.config import RunConfig
 from giantjax.overlap import HOPS, Collective
+from giantjax.parallel.collectives import BYTES_A_VALUE
+from giantjax.parallel.gradients import axes_of as axes_of_spec
 from giantjax.parallel.mesh import AXES
 from giantjax.training.state import Layout
 
@@ -77,34 +80,38 @@ def foretell(config: RunConfig, layout: Layout, nodes: Nodes, width: int) -> For
     crossings = int((where[1:] != where[:-1]).sum())
     model = config.model
     piece = config.microbatch_size * model.sequence_length * model.hidden_size * width / config.mesh.tensor
-    gradients = 0.0
-    for shape, spec, zero_dim in zip(*_leaves(layout), strict=True):
-        gradients += sum(_gradient_bytes(config, grid, nodes, shape, spec, zero_dim))
+    gradients = sum(_gradient_bytes(layout, grid, nodes)) + sum(_bucket_bytes(layout, grid, nodes))
     return Foretold(2 * crossings * config.num_microbatches * piece, gradients)
 
 
-def _leaves(layout: Layout) -> tuple[list[tuple[int, ...]], list[PartitionSpec], list[int]]:
-    import jax
-
+def _gradient_bytes(layout: Layout, grid: np.ndarray, nodes: Nodes) -> Iterator[float]:
+    """Bytes between nodes of each sum that a parameter's gradient has to itself; under ZeRO its parts, and the parameter back."""
+    degrees, plan = dict(zip(AXES, grid.shape, strict=True)), layout.reduction
+    bucketed = {place for bucket in plan.buckets for place in bucket.leaves}
     specs = jax.tree.leaves(layout.params, is_leaf=lambda value: isinstance(value, PartitionSpec))
-    return [leaf.shape for leaf in jax.tree.leaves(layout.shapes.params)], specs, jax.tree.leaves(layout.zero_dims)
+    for place, (leaf, spec) in enumerate(zip(jax.tree.leaves(layout.shapes.params), specs, strict=True)):
+        own = 4.0 * leaf.size / math.prod(degrees[axis] for axis in axes_of_spec(spec))
+        if plan.zero_dims[place] >= 0:
+            yield _across("reduce-scatter", ["data"], grid, nodes, own)
+            own /= degrees["data"]
+            yield _across("all-gather", ["data"], grid, nodes, own)
+        if place not in bucketed:
+            yield _across("all-reduce", plan.axes[place], grid, nodes, own)
 
 
-def _gradient_bytes(
-    config: RunConfig, grid: np.ndarray, nodes: Nodes, shape: tuple[int, ...], spec: PartitionSpec, zero_dim: int
-) -> Iterator[float]:
-    """Bytes between nodes of each sum that this parameter's gradient needs; under ZeRO its parts, and the parameter back."""
-    shared = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-    degrees = dict(zip(AXES, grid.shape, strict=True))
-    own = 4.0 * math.prod(shape) / math.prod(degrees[axis] for axis in shared)
-    over = [axis for axis in AXES if axis not in shared]
-    if zero_dim < 0:
-        yield _across("all-reduce", over, grid, nodes, own)
-        return
-    part = own / config.mesh.data
-    yield _across("reduce-scatter", ["data"], grid, nodes, own)
-    yield _across("all-reduce", [axis for axis in over if axis != "data"], grid, nodes, part)
-    yield _across("all-gather", ["data"], grid, nodes, part)
+def _bucket_bytes(layout: Layout, grid: np.ndarray, nodes: Nodes) -> Iterator[float]:
+    """Bytes between nodes of each sum on two levels."""
+    plan = layout.reduction
+    for bucket in plan.buckets:
+        share = 4.0 * bucket.size / math.prod(grid.shape[AXES.index(axis)] for axis in bucket.inside)
+        yield _across("reduce-scatter", bucket.inside, grid, nodes, 4.0 * bucket.size)
+        yield _across("all-gather", bucket.inside, grid, nodes, share)
+        if bucket not in plan.compressed:
+            yield _across("all-reduce", bucket.across, grid, nodes, share)
+            continue
+        yield _across("all-reduce", [axis for axis in bucket.across if axis != "replica"], grid, nodes, share)
+        # A part to each, and the sum of a part from each: as a ring, but in the rounded type.
+        yield _across("all-reduce", ["replica"], grid, nodes, share / 4 * BYTES_A_VALUE[plan.compression])
 
 
 def _across(kind: str, axes: Sequence[str], grid: np.ndarray, nodes: Nodes, num_bytes: float) -> float:

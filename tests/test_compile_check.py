@@ -123,13 +123,13 @@ def test_replicas_across_nodes_send_gradients_and_nothing_else() -> None:
 
 
 @needs_plugin
-@pytest.mark.parametrize(("zero_stage", "times"), [(0, 2 * 2 * 3 / 4), (1, 2)])
-def test_bytes_foretold_of_gradients(zero_stage: int, times: float) -> None:
-    """Four bytes a parameter: a ring of four that crosses twice with 2 x 3/4 of them, or two rings of two with a half each."""
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_bytes_foretold_of_gradients(zero_stage: int) -> None:
+    """Four bytes a parameter: two rings of two with a half each; a ring of all four would cross with half as much again."""
     config = run(REPLICAS, zero_stage=zero_stage)
     layout = lower_plan(config, cluster()).layout
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layout.shapes.params))
-    assert foretell(config, layout, [0, 0, 1, 1], 2) == (0, pytest.approx(4 * parameters * times, rel=0.01))
+    assert foretell(config, layout, [0, 0, 1, 1], 2) == (0, pytest.approx(4 * parameters * 2, rel=0.01))
 
 
 @needs_plugin

@@ -111,7 +111,8 @@ def plan_reduction(
         inside = tuple(axis for axis in axes if axis not in ACROSS)
         ways = math.prod(degrees[axis] for axis in inside)
         for members in _filled(places, sizes):
-            size = padded_size(sum(sizes[place] for place in members), ways, degrees[REPLICA])
+            size, rounds = sum(sizes[place] for place in members), compression != "none" and REPLICA in axes
+            size = padded_size(size, ways, degrees[REPLICA]) if rounds else -(-size // ways) * ways
             buckets.append(Bucket(members, inside, tuple(axis for axis in axes if axis in ACROSS), size))
     return Reduction(summed, zeros, tuple(buckets), compression, dict(degrees))
 
