@@ -103,7 +103,7 @@ class CheckpointStore:
         Raises:
             OSError: this save cannot be started, or the one before it failed.
         """
-        items = {STATE: ocp.args.StandardSave(state), POSITION: ocp.args.JsonSave(dataclasses.asdict(position))}
+        items = {STATE: ocp.args.PyTreeSave(state), POSITION: ocp.args.JsonSave(dataclasses.asdict(position))}
         with _as_os_error():
             self._manager.save(position.step, args=ocp.args.Composite(**items), force=True)
 
@@ -117,15 +117,15 @@ class CheckpointStore:
             restored = self._manager.restore(step, args=ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()}))
             return Position(**restored[POSITION])
 
-    def read_state(self, step: int, abstract: Any) -> Any:
-        """The state saved at `step`, placed as `abstract` (shapes, types, shardings) says.
+    def read_state(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """Those parts of the state saved at `step` that `abstract` names, placed as it says (shapes, types, shardings).
 
         Raises:
             InputError: it cannot be read.
         """
         with _reading(self._manager, self._folder, step):
-            restored = self._manager.restore(step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)}))
-        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restored[STATE], abstract)
+            restored = self._manager.restore(step, args=ocp.args.Composite(**{STATE: _parts_of(abstract)}))[STATE]
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), restored, abstract)
 
     def wait(self) -> None:
         """Block until every started save is on disk.
@@ -220,7 +220,9 @@ def load_params(folder: Path, config: RunConfig, abstract: PyTree) -> tuple[int,
         same = from_dict(RunConfig, saved).model == config.model
     if not same:
         raise InputError(f"{folder / str(step)} is of another model than {folder.with_name('config.json')} says; put the old file back")
-    wanted = {"params": abstract}
-    arguments = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True)
     with _reading(manager, folder, step):
-        return step, manager.restore(step, args=ocp.args.Composite(**{STATE: arguments}))[STATE]["params"]
+        return step, manager.restore(step, args=ocp.args.Composite(**{STATE: _parts_of({"params": abstract})}))[STATE]["params"]
+
+
+def _parts_of(abstract: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)

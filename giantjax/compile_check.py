@@ -68,7 +68,7 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     begin = time.perf_counter()
     model = model_on_mesh(config, DTYPES[chosen])
     optimizer = build_optimizer(config, model.decays)
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage)
+    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression)
     step = build_train_step(
         model,
         optimizer,

@@ -96,6 +96,8 @@ class TrainingConfig:
     """Samples of one evaluation, spread evenly over the validation data; 0 takes all of them."""
     zero_stage: int = 0
     """What the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    compression: Literal["none", "bf16", "int8"] = "none"
+    """How gradients are rounded where they cross between nodes, on mesh.replica; what is rounded off is added in the next step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute precision; auto is bf16 where the hardware has it and fp32 on a CPU. Parameters, reductions, softmax and loss stay fp32."""
     recompute: str = "none"

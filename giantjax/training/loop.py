@@ -18,6 +18,7 @@ from giantjax.data.indexed import IndexedDataset
 from giantjax.data.loader import Batch, training_batches, validation_batches
 from giantjax.data.sources import Source, fingerprint
 from giantjax.errors import TrainingFault
+from giantjax.fields import from_dict
 from giantjax.model.gpt import GPT, model_on_mesh
 from giantjax.parallel.mesh import axes_in_words, build_mesh
 from giantjax.parallel.nodes import Nodes
@@ -31,7 +32,7 @@ from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, write_record
-from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, init_state, layout_of
+from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, init_state, layout_of, without_errors
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 
 SAVED_ON_SIGNAL = 143
@@ -74,7 +75,7 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
             if first >= total:
                 progress.say(f"nothing to do: step {first} of {total} is done")
                 return 0
-            state = to_device(store.read_state(first, abstract_disk_state(layout, forms)), forms, abstract_state(layout))
+            state = restored_state(store, parts, position)
         else:
             state = init_state(parts.model, parts.optimizer, layout, config.seed)
         if is_first():
@@ -162,8 +163,26 @@ def assemble(config: RunConfig, nodes: Nodes | None = None) -> Parts:
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
     model = model_on_mesh(config, DTYPES[precision])
     optimizer = build_optimizer(config, model.decays)
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage)
+    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression)
     return Parts(config, reason, model, optimizer, layout, disk_forms(model, optimizer, layout))
+
+
+def restored_state(store: CheckpointStore, parts: Parts, position: Position) -> TrainState:
+    """The state saved at `position`; what rounding took off on another mesh is left out, which costs a part of one step."""
+    layout, forms = parts.layout, parts.forms
+    before, now = from_dict(RunConfig, position.config), parts.config
+    rounds = lambda config: (config.mesh, config.training.zero_stage, config.training.compression)  # noqa: E731
+    wanted = {
+        name: tree
+        for name, tree in abstract_disk_state(layout, forms)._asdict().items()
+        if name != "feedback" or (tree and rounds(before) == rounds(now))
+    }
+    read = {"feedback": ()} | store.read_state(position.step, wanted)
+    like = abstract_state(layout)
+    if not read["feedback"]:
+        forms, like = forms._replace(feedback=()), like._replace(feedback=())
+    state = to_device(TrainState(**read), forms, like)
+    return state if read["feedback"] else state._replace(feedback=without_errors(layout))
 
 
 def batches_on_mesh(parts: Parts, data: Source, start_sample: int) -> Iterator[dict[str, jax.Array]]:

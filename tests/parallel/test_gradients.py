@@ -38,7 +38,7 @@ def test_what_is_shared_alike_crosses_together() -> None:
     assert (kernel.inside, kernel.across) == (("data",), ("replica",))
     assert (norm.inside, norm.across) == (("data", "tensor"), ("replica",))
     assert (table.inside, table.across) == (("data",), ("pipe", "replica"))
-    assert norm.size == 2 * 2 * 2 * BLOCK
+    assert (norm.size, plan("int8", norm=(("layers", 4), ("hidden", 6))).buckets[0].size) == (12, 2 * 2 * 2 * BLOCK)
 
 
 def test_buckets_are_cut_by_size() -> None:
@@ -76,7 +76,7 @@ def trained(case: Case, num_steps: int = 6, feedback: bool = True) -> Any:
         state, metrics = step(state, batch_of())
         losses.append(float(metrics.loss))
         if number == 0:
-            gradients = jax.device_get(to_disk(state._replace(feedback=()), forms).optimizer["last"])
+            gradients = jax.device_get(to_disk(state, forms).optimizer["last"])
     return losses, gradients, state
 
 

@@ -309,6 +309,24 @@ def test_the_layout_may_change(whole, tmp_path):
     assert relative_error(read_state(config, 30), read_state(whole, 30)) < 1e-3
 
 
+def test_what_rounding_took_off_is_resumed(tmp_path):
+    """On the same mesh bit for bit; on another it is left out."""
+    corpus = write_corpus(tmp_path / "corpus")
+    rounding = {"training.eval_every": 0, "training.compression": "int8", "mesh.replica": 2, "training.num_steps": 8, "checkpoint.every": 4}
+    straight = small_run(tmp_path / "straight", corpus, **rounding)
+    assert train_here(straight) == 0
+    config = changed(straight, run_dir=str(tmp_path / "run"), **{"training.num_steps": 4})
+    assert train_here(config) == 0
+    shutil.copytree(directory_of(config).path, tmp_path / "moved")
+    config = changed(config, **{"training.num_steps": 8})
+    assert train_here(config) == 0
+    assert measured(config) == measured(straight)
+    moved = changed(config, run_dir=str(tmp_path / "moved"), **{"mesh.data": 2})
+    assert train_here(moved) == 0
+    assert [r["loss"] for r in measured(moved)] == pytest.approx([r["loss"] for r in measured(straight)], rel=1e-3)
+    assert any("feedback" in path for path in read_state(config, 8))
+
+
 def test_a_run_may_grow_longer(whole, tmp_path):
     config = copy_of(whole, tmp_path / "run", 18, **{"training.num_steps": 24})
     assert train_here(config) == 0
