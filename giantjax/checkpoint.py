@@ -69,7 +69,10 @@ class Position:
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory; a context manager, which waits for the last save at its end."""
+    """The checkpoints of one run directory; a context manager, which waits for the last save at its end.
+
+    Every process of a job opens it and saves and reads at the same steps, each its part of the arrays.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         options = ocp.CheckpointManagerOptions(
@@ -84,7 +87,9 @@ class CheckpointStore:
     def __enter__(self) -> "CheckpointStore":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind and jax.process_count() > 1:
+            return  # the others would be waited for, and they are somewhere else
         with _as_os_error():
             self._manager.close()
 

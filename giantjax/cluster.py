@@ -1,8 +1,12 @@
 """Hardware facts: GPUs and the memory of this machine. No jax."""
 
+import dataclasses
+import os
 import re
 import shutil
+import socket
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,40 +82,95 @@ def cluster_of_name(name: str) -> Cluster:
 
 
 @dataclass(frozen=True)
+class InstalledGPU:
+    """One GPU of a machine, as its driver tells."""
+
+    index: int
+    """As nvidia-smi numbers them."""
+    uuid: str
+    bus: str
+    """PCI address: the same in every container, and what the order of GPUs goes by."""
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Machine:
     """The devices of one machine."""
 
     kind: str
     num_devices: int
+    """Those that this process sees."""
     memory_bytes: int
     """Of one GPU; of the whole machine, shared by all devices, where they are simulated on the CPU."""
     simulated: bool
+    installed: tuple[InstalledGPU, ...] = ()
+    """All GPUs that the driver tells of."""
+    visible: tuple[InstalledGPU, ...] = ()
+    """Those that CUDA_VISIBLE_DEVICES leaves, in its order, which is JAX's."""
 
 
-def this_machine(num_cpu_devices: int | None) -> Machine:
+def this_machine(num_cpu_devices: int | None, environment: Mapping[str, str] = os.environ) -> Machine:
     """What this process would train on, found without starting JAX.
 
     Raises:
         InputError: there are GPUs, but their driver does not answer.
     """
-    gpus = [] if num_cpu_devices else _query_gpus()
-    if gpus:
-        return Machine(gpus[0][0], len(gpus), min(memory for _, memory in gpus), simulated=False)
+    installed = () if num_cpu_devices else tuple(_query_gpus())
+    visible = visible_gpus(installed, environment.get("CUDA_VISIBLE_DEVICES"))
+    if visible:
+        memory = min(gpu.memory_bytes for gpu in visible)
+        return Machine(visible[0].name, len(visible), memory, False, installed, visible)
     return Machine("CPU", num_cpu_devices or 1, _host_memory(), simulated=True)
 
 
-def _query_gpus() -> list[tuple[str, int]]:
+def visible_gpus(installed: Sequence[InstalledGPU], variable: str | None) -> tuple[InstalledGPU, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves of the GPUs: numbers or beginnings of UUIDs, up to the first that names none."""
+    if variable is None:
+        return tuple(installed)
+    found: list[InstalledGPU] = []
+    for word in (part.strip() for part in variable.split(",")):
+        # A slice of a GPU is not told of here; it is taken for a GPU.
+        named = [gpu for gpu in installed if str(gpu.index) == word or (word.startswith("GPU-") and gpu.uuid.startswith(word))]
+        if word.startswith("MIG-") and installed:
+            named = [dataclasses.replace(installed[0], uuid=word)]
+        if len(named) != 1 or named[0] in found:
+            break
+        found += named
+    return tuple(found)
+
+
+def topology_text() -> str:
+    """What `nvidia-smi topo -m` prints; empty where it does not answer."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def machine_id() -> str:
+    """What the processes of one machine have in common, in whatever containers they run."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _query_gpus() -> list[InstalledGPU]:
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id,memory.total,name", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired as error:
         raise InputError(
             "nvidia-smi did not answer within 30 s, so the GPUs cannot be counted; mend the driver, or set runtime.num_cpu_devices"
         ) from error
-    lines = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if answer.returncode == 0 and "," in line]
-    return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in lines if mebibytes.strip().isdecimal()]
+    lines = [[cell.strip() for cell in line.split(",", 4)] for line in answer.stdout.splitlines() if answer.returncode == 0]
+    return [
+        InstalledGPU(int(line[0]), line[1], line[2], line[4], int(line[3]) * 2**20)
+        for line in lines
+        if len(line) == 5 and line[0].isdecimal() and line[3].isdecimal()
+    ]
 
 
 def _host_memory() -> int:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from giantjax.config import RunConfig
-from giantjax.errors import InputError, TrainingFault, did_you_mean
+from giantjax.errors import InputError, TrainingFault, did_you_mean, report
 from giantjax.fields import leaves
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -42,12 +42,8 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a script's main and exit: 2 for bad input and 3 for a detected fault, each with one sentence on stderr."""
     try:
         code = main()
-    except InputError as error:
-        print("error:", *str(error).splitlines(), file=sys.stderr)
-        code = 2
-    except TrainingFault as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        code = 3
+    except (InputError, TrainingFault) as error:
+        code = report(error)
     sys.stdout.flush()
     sys.exit(code)
 

@@ -22,6 +22,7 @@ from giantjax.hlo import Program, parse
 from giantjax.model.gpt import model_on_mesh
 from giantjax.overlap import HOPS, Collective, Window, collectives, dependents, flops, windows
 from giantjax.parallel.mesh import AXES, build_mesh
+from giantjax.parallel.nodes import Nodes, Place
 from giantjax.parallel.topology import known_topology
 from giantjax.targets import INSTALL, Target, compile_only_devices, target_of, uncached
 from giantjax.traffic import axes_of, foretell, traffic
@@ -62,8 +63,7 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
         InputError: the extra `[aot]` is not installed, or the mesh does not fit the cluster.
     """
     devices = compile_only_devices(cluster)
-    topology = known_topology(cluster.gpu.name, cluster.gpus_per_node)
-    mesh = build_mesh(config.mesh, {f"process {node}": topology for node in range(cluster.num_nodes)}, devices)
+    mesh = build_mesh(config.mesh, nodes_of(cluster), devices)
     chosen, why = resolve_precision(config.training.precision, devices[0]) if compute is None else (compute, "as asked")
     begin = time.perf_counter()
     model = model_on_mesh(config, DTYPES[chosen])
@@ -79,6 +79,14 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     )
     lowered = step.lower(abstract_state(layout), _abstract_batch(config, layout))
     return Lowered(lowered, config, cluster, layout, chosen, why, target_of(cluster), time.perf_counter() - begin)
+
+
+def nodes_of(cluster: Cluster) -> Nodes:
+    """The nodes of a cluster, one process each."""
+    names = [f"node {number}" for number in range(cluster.num_nodes)]
+    topology = known_topology(cluster.gpu.name, cluster.gpus_per_node)
+    places = tuple(Place(name, tuple(range(cluster.gpus_per_node)), None) for name in names)
+    return Nodes(places, {name: topology for name in names})
 
 
 def _abstract_batch(config: RunConfig, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:

@@ -5,10 +5,16 @@ the command line by its path, `--training.num-steps 100`. This file imports neit
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from giantjax.errors import InputError, did_you_mean, nearest_divisors, nearest_multiples
 from giantjax.fields import above_zero, at_least, check_types, is_number, leaves, only
+
+if TYPE_CHECKING:
+    # None only until the devices are known; what reads a mesh gets it from `resolve`, with numbers.
+    Degree = int
+else:
+    Degree = int | None
 
 
 @dataclass(frozen=True)
@@ -168,15 +174,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Degrees of parallelism; their product is the number of devices."""
+    """Degrees of parallelism; their product is the number of devices. None is inferred from the devices there are."""
 
-    pipe: int = 1
+    pipe: Degree = 1
     """Pipeline stages."""
-    data: int = 1
+    data: Degree = 1
     """Data-parallel devices inside a node."""
-    tensor: int = 1
+    tensor: Degree = 1
     """Devices that share each layer."""
-    replica: int = 1
+    replica: Degree = 1
     """Data-parallel groups across nodes."""
     inside: tuple[str, ...] = ("tensor", "data")
     """Axes that stay inside a node, those that talk most first; the others may cross nodes."""
@@ -184,11 +190,17 @@ class MeshConfig:
     def __post_init__(self) -> None:
         check_types(self, "mesh")
         for name in ("pipe", "data", "tensor", "replica"):
-            at_least(f"mesh.{name}", getattr(self, name), 1)
+            if getattr(self, name) is not None:
+                at_least(f"mesh.{name}", getattr(self, name), 1)
         axes = ("pipe", "replica", "data", "tensor")
         for axis in self.inside:
             if axis not in axes:
                 raise InputError(f"mesh.inside names {axis!r}; the axes are {', '.join(axes)}{did_you_mean(axis, axes)}")
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every degree is a number."""
+        return None not in (self.pipe, self.data, self.tensor, self.replica)
 
     @property
     def num_devices(self) -> int:
@@ -291,13 +303,15 @@ class RuntimeConfig:
     """Devices and processes."""
 
     num_cpu_devices: int | None = None
-    """Run on this many simulated CPU devices; None uses the GPUs there are, or one CPU device."""
+    """Run on this many simulated CPU devices in each process; None uses the GPUs there are, or one CPU device."""
     coordinator: str | None = None
-    """HOST:PORT of process 0 in a job of several processes."""
-    num_processes: int = 1
-    """Processes of the job."""
-    process_id: int = 0
-    """Which of them this one is."""
+    """HOST:PORT of process 0 in a job of several processes; None is what the launcher says."""
+    num_processes: int | None = None
+    """Processes of the job; None is what the launcher says, and 1 runs alone whatever it says."""
+    process_id: int | None = None
+    """Which of them this one is, from 0; None is what the launcher says."""
+    start_timeout: float = 300.0
+    """Seconds that the processes of a job wait for each other before training."""
     compilation_cache: str = "auto"
     """Folder of compiled programs; auto is giantjax/compiled in the user's cache folder, off compiles anew each time."""
     memory_fraction: float = 0.92
@@ -307,11 +321,11 @@ class RuntimeConfig:
         check_types(self, "runtime")
         if self.num_cpu_devices is not None:
             at_least("runtime.num_cpu_devices", self.num_cpu_devices, 1)
-        at_least("runtime.num_processes", self.num_processes, 1)
-        at_least("runtime.process_id", self.process_id, 0)
-        only("runtime.coordinator", self.coordinator, None)
-        only("runtime.num_processes", self.num_processes, 1)
-        only("runtime.process_id", self.process_id, 0)
+        if self.num_processes is not None:
+            at_least("runtime.num_processes", self.num_processes, 1)
+        if self.process_id is not None:
+            at_least("runtime.process_id", self.process_id, 0)
+        above_zero("runtime.start_timeout", self.start_timeout)
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"runtime.memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
 
@@ -346,16 +360,9 @@ class RunConfig:
         for path in self.checkpoint.accept_change:
             if path.replace("-", "_") not in known:
                 raise InputError(f"checkpoint.accept_change names {path}, but there is no such field{did_you_mean(path, known)}")
-        self._check_batch()
-        self._check_shares()
-        simulated = self.runtime.num_cpu_devices
-        if simulated is not None and simulated != self.mesh.num_devices:
-            mesh = self.mesh
-            raise InputError(
-                f"runtime.num_cpu_devices is {simulated}, but mesh.pipe {mesh.pipe} x mesh.replica {mesh.replica} x mesh.data {mesh.data} "
-                f"x mesh.tensor {mesh.tensor} = {mesh.num_devices}; set mesh.data to "
-                f"{simulated // (mesh.num_devices // mesh.data) or 1} or runtime.num_cpu_devices to {mesh.num_devices}"
-            )
+        if self.mesh.is_resolved:
+            self._check_batch()
+            self._check_shares()
 
     def _check_batch(self) -> None:
         samples, ways = self.training.global_batch_size, self.mesh.data * self.mesh.replica

@@ -2,6 +2,8 @@
 
 import difflib
 import math
+import sys
+import traceback
 from collections.abc import Iterable
 
 
@@ -14,6 +16,18 @@ class InputError(ValueError):
 
 class TrainingFault(RuntimeError):  # noqa: N818 (a fault is what the exit code stands for)
     """A fault that training detected in itself (NaN, hang, lost peer): the scripts exit with code 3."""
+
+
+def report(error: Exception) -> int:
+    """Print an error to stderr, in one sentence where it is one that a user can mend or a detected fault; the exit code for it."""
+    if isinstance(error, InputError):
+        print("error:", *str(error).splitlines(), file=sys.stderr, flush=True)
+        return 2
+    if isinstance(error, TrainingFault):
+        print(f"stopped: {error}", file=sys.stderr, flush=True)
+        return 3
+    traceback.print_exception(error)
+    return 1
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -1,12 +1,17 @@
 """What JAX reads once, before it starts; import this before jax."""
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from giantjax.config import RuntimeConfig
-from giantjax.errors import InputError
+from giantjax.errors import InputError, TrainingFault
+from giantjax.launch import Job
+
+SHUTDOWN_SECONDS = 60
+"""For which a process that ends waits for the others."""
 
 
 def cache_folder() -> Path:
@@ -25,12 +30,20 @@ def cache_folder() -> Path:
         raise InputError("this user has no home folder to keep a cache in; set XDG_CACHE_HOME to an absolute path") from error
 
 
-def start(config: RuntimeConfig) -> None:
+def start(config: RuntimeConfig, job: Job | None = None, visible: Sequence[int] | None = None) -> None:
     """Choose devices, memory and the compilation cache, and start JAX.
+
+    Args:
+        config: what to choose.
+        job: the processes to compute with; they are all there, which `Peers` has seen to. None computes alone.
+        visible: which of the GPUs that the process sees are its own; None takes all.
 
     Raises:
         InputError: the compilation cache cannot be written, or the devices cannot be had.
+        TrainingFault: the processes do not find each other.
     """
+    # CUDA's own order is by speed; that of nvidia-smi, by which topologies are told, is this.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.memory_fraction))
     if config.num_cpu_devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -62,6 +75,8 @@ def start(config: RuntimeConfig) -> None:
             ) from error
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if job and job.num_processes > 1:
+        _join(config, job, visible)
     try:
         with quiet():
             jax.devices()
@@ -80,3 +95,24 @@ def _without_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def _join(config: RuntimeConfig, job: Job, visible: Sequence[int] | None) -> None:
+    """Make this process one of a job."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would take SIGTERM for itself.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.num_processes,
+            job.process_id,
+            local_device_ids=visible,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(config.start_timeout),
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+    except RuntimeError as error:
+        raise TrainingFault(f"process {job.process_id} cannot join the others at {job.coordinator}: {error}") from error

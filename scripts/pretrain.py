@@ -1,10 +1,14 @@
 """Train a GPT: python scripts/pretrain.py --config NAME [--section.field VALUE ...]."""
 
+import os
 import signal
 import sys
 
 from giantjax import command_line, runtime
+from giantjax.agreement import settle_data, settle_run
 from giantjax.cluster import this_machine
+from giantjax.launch import find_job
+from giantjax.peers import Peers
 from giantjax.planner.fit import check_fits
 
 
@@ -13,18 +17,26 @@ def main() -> int:
     # Python's own handler would wait until a compilation is over.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = command_line.parse_run(sys.argv[1:], "Train a GPT, or go on training where its run directory stands.")
-    check_fits(config, this_machine(config.runtime.num_cpu_devices), map(command_line.preset, command_line.preset_names()))
+    asked = config.runtime
+    job = find_job(os.environ, coordinator=asked.coordinator, num_processes=asked.num_processes, process_id=asked.process_id)
+    with Peers(job, config.runtime.start_timeout) as peers:
+        machine = this_machine(config.runtime.num_cpu_devices)
+        config, nodes = settle_run(config, machine, peers)
+        check_fits(config, machine, map(command_line.preset, command_line.preset_names()))
 
-    from giantjax.data.sources import open_sources
-    from giantjax.training.run_directory import check_run_directory
+        from giantjax.data.sources import open_sources
+        from giantjax.training.run_directory import check_run_directories
 
-    run = check_run_directory(config)
-    train_data, validation_data = open_sources(config)
-    runtime.start(config.runtime)
+        run = check_run_directories(config, peers)
+        train_data, validation_data = open_sources(config)
+        settle_data({"data.train": train_data, "data.validation": validation_data}, peers)
+    if job.num_processes > 1 and job.process_id == 0:
+        print(f"{job.num_processes} processes with {nodes.in_words}, which met at {job.coordinator} ({job.source})", flush=True)
+    runtime.start(config.runtime, job, nodes.places[job.process_id].visible)
 
     from giantjax.training.loop import train
 
-    return train(config, run, train_data, validation_data)
+    return train(config, run, train_data, validation_data, nodes)
 
 
 if __name__ == "__main__":

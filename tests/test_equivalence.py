@@ -47,6 +47,7 @@ class Case:
     clip: float | None = 0.5
     vocabulary: int = VOCABULARY
     dtype: str = "float32"
+    compression: str = "none"
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -132,7 +133,7 @@ def program(case: Case) -> Program:
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
-    layout = layout_of(model, optimizer, mesh, case.zero)
+    layout = layout_of(model, optimizer, mesh, case.zero, case.compression)  # type: ignore[arg-type]
     return Program(model, optimizer, layout, disk_forms(model, optimizer, layout))
 
 

@@ -54,6 +54,7 @@ def training_batches(
     start_sample: int,
     vocabulary_size: int,
     prefetch: int,
+    rows: Sequence[int] | None = None,
 ) -> Generator[Batch, None, None]:
     """Endless batches of B = global_batch_size samples of S = sequence_length tokens, made ahead in a thread.
 
@@ -68,6 +69,7 @@ def training_batches(
         start_sample: samples that were trained on before.
         vocabulary_size: token ids must be below this.
         prefetch: batches made ahead, at least 1.
+        rows: which rows of each batch to read and return, in ascending order; None is all.
 
     Raises:
         InputError: at once where the corpus is too short; while reading, where a token id is not in the vocabulary.
@@ -78,8 +80,8 @@ def training_batches(
 
     def batch(number: int) -> Batch:
         first = start_sample + number * global_batch_size
-        numbers = range(first, first + global_batch_size)
-        return _collate([samples[sample_order(seed, index, samples.num_samples)[1]] for index in numbers], numbers)
+        numbers = [first + row for row in (range(global_batch_size) if rows is None else rows)]
+        return _collate([samples[sample_order(seed, index, samples.num_samples)[1]] for index in numbers], numbers, sequence_length)
 
     # One thread: numpy's small operations hold the interpreter lock, so a second would only compete with the loop.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
@@ -95,32 +97,41 @@ def training_batches(
 
 
 def validation_batches(
-    source: Source, *, sequence_length: int, batch_size: int, num_samples: int, vocabulary_size: int
+    source: Source,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    num_samples: int,
+    vocabulary_size: int,
+    rows: Sequence[int] | None = None,
 ) -> Generator[Batch, None, None]:
     """Batches of `num_samples` samples spread evenly over the source, in order; 0, or more than there are, takes all.
 
-    Of n samples, k are numbers floor(i x n / k). The last batch is filled up with rows whose loss_mask is 0.
+    Of n samples, k are numbers floor(i x n / k). The last batch is filled up with rows whose loss_mask is 0. Of each batch
+    only `rows`, in ascending order, are read and returned; None is all.
 
     Raises:
         InputError: at once where the corpus is too short; while reading, where a token id is not in the vocabulary.
     """
     samples = samples_of(source, sequence_length, vocabulary_size)
-    return _spread_batches(samples, batch_size, num_samples)
+    return _spread_batches(samples, sequence_length, batch_size, num_samples, range(batch_size) if rows is None else rows)
 
 
-def _spread_batches(samples: Samples, batch_size: int, num_samples: int) -> Generator[Batch, None, None]:
+def _spread_batches(
+    samples: Samples, sequence_length: int, batch_size: int, num_samples: int, rows: Sequence[int]
+) -> Generator[Batch, None, None]:
     there = samples.num_samples
     count = min(num_samples or there, there)
     for first in range(0, count, batch_size):
-        numbers = [number * there // count for number in range(first, min(first + batch_size, count))]
-        batch = _collate([samples[number] for number in numbers], numbers)
-        missing = batch_size - len(numbers)
+        numbers = [(first + row) * there // count for row in rows if first + row < count]
+        batch = _collate([samples[number] for number in numbers], numbers, sequence_length)
+        missing = len(rows) - len(numbers)
         yield {name: np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for name, array in batch.items()}
 
 
-def _collate(rows: list[np.ndarray], numbers: Sequence[int]) -> Batch:
+def _collate(rows: list[np.ndarray], numbers: Sequence[int], sequence_length: int) -> Batch:
     """Rows [S+1] as a batch."""
-    shape = (len(rows), len(rows[0]) - 1)
+    shape = (len(rows), sequence_length)
     tokens, targets = np.empty(shape, np.int32), np.empty(shape, np.int32)
     for place, row in enumerate(rows):
         tokens[place], targets[place] = row[:-1], row[1:]

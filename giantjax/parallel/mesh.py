@@ -8,17 +8,22 @@ from jax.sharding import Mesh
 
 from giantjax.config import MeshConfig
 from giantjax.errors import InputError
-from giantjax.parallel.placement import AXES, Device, place_devices
-from giantjax.parallel.topology import NodeTopology
+from giantjax.parallel.nodes import Nodes
+from giantjax.parallel.placement import AXES, Device, place_devices, where_axes_live
 
 BATCH_AXES = ("replica", "data")
 """The axes that see different samples."""
 
 
-def build_mesh(config: MeshConfig, topologies: dict[str, NodeTopology] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(config: MeshConfig, nodes: Nodes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of the configured degrees, axes in the order of `AXES`, devices placed by their nodes' topology.
 
-    A job on one node may use fewer devices than there are. `devices` None is all of this job.
+    A job on one node may use fewer devices than there are.
+
+    Args:
+        config: degrees, all of them numbers.
+        nodes: where the devices are; None takes each process for a node in which all pairs are equal.
+        devices: of which the mesh is made; None takes all of this job.
 
     Raises:
         InputError: the degrees do not fit the devices.
@@ -34,24 +39,33 @@ def build_mesh(config: MeshConfig, topologies: dict[str, NodeTopology] | None = 
         )
     degrees = {axis: getattr(config, axis) for axis in AXES}
     known = {device.id: device for device in devices}
-    # A process is a node unless told otherwise; its devices are numbered as the process sees them.
-    listed = [Device(f"process {device.process_index}", number, device.id) for number, device in _numbered(devices)]
-    order = place_devices(listed, degrees, topologies, config.inside)
+    order = place_devices(list_devices(devices, nodes), degrees, nodes.topologies if nodes else None, config.inside)
     placed = np.empty(order.shape, object)
     for place, number in np.ndenumerate(order):
         placed[place] = known[int(number)]
     return Mesh(placed, AXES)
 
 
-def _numbered(devices: list[jax.Device]) -> list[tuple[int, jax.Device]]:
-    """(number within its process, device) of each device."""
+def list_devices(devices: list[jax.Device], nodes: Nodes | None = None) -> list[Device]:
+    """Each device with its node and its number there; the devices of a process are numbered as the process sees them."""
     seen: dict[int, int] = {}
     found = []
     for device in sorted(devices, key=lambda device: device.id):
-        number = seen.get(device.process_index, 0)
-        seen[device.process_index] = number + 1
-        found.append((number, device))
+        process = device.process_index
+        number = seen.get(process, 0)
+        seen[process] = number + 1
+        place = nodes.places[process] if nodes and number < len(nodes.places[process].devices) else None
+        found.append(Device(place.node if place else f"process {process}", place.devices[number] if place else number, device.id))
     return found
 
 
-__all__ = ["AXES", "BATCH_AXES", "build_mesh"]
+def axes_in_words(mesh: Mesh, nodes: Nodes | None = None) -> str:
+    """Where the axes longer than 1 live: `pipe between nodes, data and tensor inside a node`."""
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    axes: dict[str, list[str]] = {}
+    for axis, where in where_axes_live(ids, list_devices(jax.devices(), nodes)).items():
+        axes.setdefault(where, []).append(axis)
+    return ", ".join(f"{' and '.join(names)} {where}" for where, names in axes.items())
+
+
+__all__ = ["AXES", "BATCH_AXES", "axes_in_words", "build_mesh", "list_devices"]

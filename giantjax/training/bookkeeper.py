@@ -10,21 +10,23 @@ from giantjax.errors import TrainingFault
 from giantjax.planner.flops import flops_per_sample
 from giantjax.training.events import EventFile
 from giantjax.training.metrics import MetricsFile, Record
+from giantjax.training.processes import is_first
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory
 from giantjax.training.step import StepMetrics
 
 
 class Bookkeeper:
-    """Reads the metrics of each step once the next one runs, and writes them everywhere they go."""
+    """Reads the metrics of each step once the next one runs, and writes them everywhere they go; on process 0 alone."""
 
     def __init__(
         self, config: RunConfig, run: RunDirectory, first: int, start_samples: int, progress: ProgressLine, peak: tuple[float, str]
     ):
         self.config, self.run, self.first, self.start_samples = config, run, first, start_samples
         self.progress, self.peak = progress, peak
-        self._file = MetricsFile(run.metrics, first)
-        self._board = EventFile(run.tensorboard, first) if config.logging.tensorboard else None
+        self._files: list[MetricsFile | EventFile] = [MetricsFile(run.metrics, first)] if is_first() else []
+        if is_first() and config.logging.tensorboard:
+            self._files.append(EventFile(run.tensorboard, first))
         self._pending: tuple[int, StepMetrics] | None = None
         self._record: Record | None = None
         self._clock = time.perf_counter()
@@ -58,9 +60,8 @@ class Bookkeeper:
         if self._record is None:
             return
         record, self._record = self._record | extra, None
-        self._file.append(record)
-        if self._board:
-            self._board.append(record)
+        for file in self._files:
+            file.append(record)
         self.progress.show(record)
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
             self.close()
@@ -71,15 +72,13 @@ class Bookkeeper:
 
     def sync(self) -> None:
         """Make what is written survive a power failure, before a checkpoint counts on it."""
-        self._file.sync()
-        if self._board:
-            self._board.sync()
+        for file in self._files:
+            file.sync()
 
     def close(self) -> None:
         """Close every file."""
-        self._file.close()
-        if self._board:
-            self._board.close()
+        for file in self._files:
+            file.close()
 
     def _make_record(self, step: int, metrics: StepMetrics) -> Record:
         loss, grad_norm, learning_rate, reported = jax.tree.map(float, jax.device_get(metrics))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,40 +19,54 @@ from giantjax.data.loader import Batch, training_batches, validation_batches
 from giantjax.data.sources import Source, fingerprint
 from giantjax.errors import TrainingFault
 from giantjax.model.gpt import GPT, model_on_mesh
-from giantjax.parallel.mesh import build_mesh
+from giantjax.parallel.mesh import axes_in_words, build_mesh
+from giantjax.parallel.nodes import Nodes
 from giantjax.planner.flops import num_parameters
 from giantjax.training.bookkeeper import Bookkeeper
 from giantjax.training.disk import abstract_disk_state, disk_forms, to_device, to_disk
+from giantjax.training.feed import rows_here, spread
 from giantjax.training.metrics import peak_flops
 from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
+from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, write_record
 from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, init_state, layout_of
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
-from giantjax.training.stop import StopRequest
 
 SAVED_ON_SIGNAL = 143
 
 
-def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_data: Source | None) -> int:
+def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_data: Source | None, nodes: Nodes | None = None) -> int:
     """Train from the latest checkpoint, or from the start, to the last step; returns the exit code.
+
+    Every process of a job does this, and process 0 alone prints and writes what is written once.
+
+    Args:
+        config: of the run, all degrees of its mesh numbers.
+        run: its directory.
+        train_data: what to train on.
+        validation_data: what to evaluate on, where there is any.
+        nodes: where the devices are.
 
     Raises:
         InputError: the mesh does not fit the devices, or the run in the directory had another configuration.
         TrainingFault: the loss, the gradients or the state are no longer finite, or a file cannot be written.
     """
-    parts = assemble(config)
-    config, layout, forms = parts.config, parts.layout, parts.forms
-    run.path.mkdir(parents=True, exist_ok=True)
     corpus, total = fingerprint(train_data), config.training.num_steps
 
     with (
+        faults_shared(),
         faults_of(run),
-        CheckpointStore(run.checkpoints, config.checkpoint) as store,
-        ProgressLine(total, config.logging.every) as progress,
+        losses_named(),
+        ProgressLine(total, config.logging.every, quiet=not is_first()) as progress,
+        contextlib.ExitStack() as opened,
     ):
-        first = store.latest_step() or 0
+        parts = assemble(config, nodes)
+        config, layout, forms = parts.config, parts.layout, parts.forms
+        run.path.mkdir(parents=True, exist_ok=True)
+        store = opened.enter_context(CheckpointStore(run.checkpoints, config.checkpoint))
+        first = from_first("first", store.latest_step()) or 0
         if first:
             position = store.read_position(first)
             for sentence in check_resume(config, corpus, position):
@@ -62,12 +77,14 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
             state = to_device(store.read_state(first, abstract_disk_state(layout, forms)), forms, abstract_state(layout))
         else:
             state = init_state(parts.model, parts.optimizer, layout, config.seed)
-        write_record(run.config, config)
-        if isinstance(train_data, IndexedDataset) and train_data.record:
-            write_record(run.tokenizer, train_data.record)
+        if is_first():
+            write_record(run.config, config)
+            if isinstance(train_data, IndexedDataset) and train_data.record:
+                write_record(run.tokenizer, train_data.record)
         start_samples = position.consumed_samples if first else 0
-        book = Bookkeeper(config, run, first, start_samples, progress, peak_flops(layout.mesh.devices.flat[0], config.training.precision))
-        for sentence in start_summary(config, parts.reason, book):
+        peak = peak_flops(jax.local_devices()[0], config.training.precision) if is_first() else (math.nan, "told by process 0")
+        book = Bookkeeper(config, run, first, start_samples, progress, peak)
+        for sentence in start_summary(config, parts, book, nodes):
             progress.say(sentence)
         if first:
             progress.say(f"resuming after step {first}")
@@ -86,11 +103,11 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
         )
         compiled = train_step.lower(state, batch).compile()
         eval_step = build_eval_step(parts.model, layout, num_microbatches=config.num_microbatches)
-        evaluate = Evaluation(config, validation_data, eval_step, NamedSharding(layout.mesh, BATCH_SPEC))
+        evaluate = Evaluation(config, validation_data, eval_step, parts.placement)
         progress.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
         # Not before: until there is something new to save, a signal may end the run as it ends any program.
-        stop = StopRequest()
+        stop = Stop()
         book.start_clock()
         for step in range(first + 1, total + 1):
             state, metrics = compiled(state, batch)
@@ -102,8 +119,7 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
                 book.read()
                 book.write(validation_loss=evaluate(state))
                 book.start_clock()
-            # Read once: a signal may arrive at any moment.
-            stopped_by = stop.name
+            stopped_by = stop.after(step)
             if stopped_by or step == total or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 book.write()
                 book.sync()
@@ -133,11 +149,16 @@ class Parts(NamedTuple):
     layout: Layout
     forms: TrainState
 
+    @property
+    def placement(self) -> NamedSharding:
+        """Of batches."""
+        return NamedSharding(self.layout.mesh, BATCH_SPEC)
 
-def assemble(config: RunConfig) -> Parts:
+
+def assemble(config: RunConfig, nodes: Nodes | None = None) -> Parts:
     """The parts of the run that `config` describes, on the devices there are."""
-    mesh = build_mesh(config.mesh)
-    precision, reason = resolve_precision(config.training.precision, mesh.devices.flat[0])
+    mesh = build_mesh(config.mesh, nodes)
+    precision, reason = resolve_precision(config.training.precision, jax.local_devices()[0])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
     model = model_on_mesh(config, DTYPES[precision])
     optimizer = build_optimizer(config, model.decays)
@@ -146,19 +167,21 @@ def assemble(config: RunConfig) -> Parts:
 
 
 def batches_on_mesh(parts: Parts, data: Source, start_sample: int) -> Iterator[dict[str, jax.Array]]:
-    """Global batches from `start_sample` on, laid over the mesh."""
-    config, placement = parts.config, NamedSharding(parts.layout.mesh, BATCH_SPEC)
+    """Global batches from `start_sample` on, laid over the mesh; each process reads the rows that its devices hold."""
+    config, size = parts.config, parts.config.training.global_batch_size
+    rows = rows_here(parts.placement, size)
     batches = training_batches(
         data,
         seed=config.seed,
         sequence_length=config.model.sequence_length,
-        global_batch_size=config.training.global_batch_size,
+        global_batch_size=size,
         start_sample=start_sample,
         vocabulary_size=config.model.vocabulary_size,
         prefetch=config.data.prefetch,
+        rows=rows,
     )
     for batch in batches:
-        yield jax.device_put(batch, placement)
+        yield spread(batch, parts.placement, size, rows)
 
 
 @contextlib.contextmanager
@@ -176,15 +199,21 @@ def faults_of(run: RunDirectory) -> Iterator[None]:
         raise TrainingFault(f"{error}; {run.path} {left}") from error
 
 
-def start_summary(config: RunConfig, reason: str, book: Bookkeeper) -> list[str]:
-    """What the run is, in two lines."""
-    device, batch = jax.devices()[0], config.training.global_batch_size
-    return [
-        f"{config.name}: {num_parameters(config.model):,} parameters, {config.training.precision} ({reason}), {config.mesh.num_devices} of "
+def start_summary(config: RunConfig, parts: Parts, book: Bookkeeper, nodes: Nodes | None) -> list[str]:
+    """What the run is, in two lines, and in a third where its mesh has axes."""
+    device, batch, mesh = jax.devices()[0], config.training.global_batch_size, config.mesh
+    ways = f"data {mesh.data}" + (f" x replica {mesh.replica}" if mesh.replica > 1 else "")
+    lines = [
+        f"{config.name}: {num_parameters(config.model):,} parameters, {config.training.precision} ({parts.reason}), {mesh.num_devices} of "
         f"{jax.device_count()} {device.device_kind} devices, global batch {batch} = microbatch {config.microbatch_size} x "
-        f"{config.num_microbatches} microbatches x data {config.mesh.data}",
+        f"{config.num_microbatches} microbatches x {ways}",
         f"run directory {book.run.path}; MFU counts against {book.peak[0] / 1e12:.2f} TFLOP/s a device ({book.peak[1]})",
     ]
+    if mesh.num_devices > 1:
+        degrees = " x ".join(f"{axis} {size}" for axis, size in parts.layout.mesh.shape.items() if size > 1)
+        kinds = sorted({str(topology).partition(": ")[2] for topology in nodes.topologies.values()}) if nodes else []
+        lines.append(f"mesh {degrees}: {axes_in_words(parts.layout.mesh, nodes)}" + "".join(f"; a node has {kind}" for kind in kinds))
+    return lines
 
 
 @dataclass
@@ -193,7 +222,7 @@ class Evaluation:
 
     config: RunConfig
     data: Source | None
-    eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+    eval_step: Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array]]
     placement: NamedSharding
 
     def is_due(self, step: int) -> bool:
@@ -204,15 +233,19 @@ class Evaluation:
     def __call__(self, state: TrainState) -> float:
         """Mean loss a position over the samples of one evaluation, in nats."""
         assert self.data is not None
-        sums = [self.eval_step(state.params, jax.device_put(batch, self.placement)) for batch in self._batches(self.data)]
+        size = self.config.training.global_batch_size
+        rows = rows_here(self.placement, size)
+        batches = (spread(batch, self.placement, size, rows) for batch in self._batches(self.data, rows))
+        sums = [self.eval_step(state.params, batch) for batch in batches]
         losses, counts = np.array(jax.device_get(sums), np.float64).sum(axis=0)
         return float(losses / counts)
 
-    def _batches(self, data: Source) -> Iterator[Batch]:
+    def _batches(self, data: Source, rows: list[int]) -> Iterator[Batch]:
         return validation_batches(
             data,
             sequence_length=self.config.model.sequence_length,
             batch_size=self.config.training.global_batch_size,
             num_samples=self.config.training.eval_samples,
             vocabulary_size=self.config.model.vocabulary_size,
+            rows=rows,
         )

@@ -25,12 +25,12 @@ def summary(record: Record, num_steps: int, seconds_left: float) -> str:
 
 
 class ProgressLine:
-    """Shows the latest step; a context manager."""
+    """Shows the latest step; a context manager. A quiet one shows nothing."""
 
-    def __init__(self, num_steps: int, every: int):
+    def __init__(self, num_steps: int, every: int, quiet: bool = False):
         self.num_steps, self.every = num_steps, every
-        self._console = Console(soft_wrap=True, highlight=False)
-        self._live = self._console.is_terminal
+        self._console = Console(soft_wrap=True, highlight=False, quiet=quiet)
+        self._live = self._console.is_terminal and not quiet
         self._bar = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}", markup=False), console=self._console, transient=False
         )

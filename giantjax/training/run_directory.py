@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +14,12 @@ from typing import Any, TypeVar
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
 from giantjax.fields import from_dict
+from giantjax.peers import Peers, processes
 from giantjax.planner.memory import checkpoint_bytes, in_words
 
 T = TypeVar("T")
+APPEARS = 30.0
+"""Seconds in which a network file system shows a new file on other machines."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,49 @@ def check_run_directory(config: RunConfig) -> RunDirectory:
             with contextlib.suppress(OSError):
                 path.rmdir()
     return run
+
+
+def check_run_directories(config: RunConfig, peers: Peers) -> RunDirectory:
+    """`check_run_directory` on every process of a job, of which each writes its part of a checkpoint into the same directory.
+
+    Raises:
+        InputError: one cannot write, or does not see what process 0 writes.
+    """
+    if peers.job.num_processes == 1:
+        return check_run_directory(config)
+    run, first = directory_of(config), peers.job.process_id == 0
+    with contextlib.ExitStack() as undo:
+        name = ""
+        if first:
+            check_run_directory(config)
+            for path in (run.path, *run.path.parents):
+                if not path.exists():
+                    undo.callback(_remove_empty, path)
+            run.path.mkdir(parents=True, exist_ok=True)
+            name = os.path.basename(undo.enter_context(tempfile.NamedTemporaryFile(dir=run.path, prefix=".shared-")).name)
+        probe = run.path / peers.settle(name, lambda names: names[0])
+        end = time.monotonic() + min(APPEARS, peers.seconds / 2)
+        while not probe.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        if probe.exists() and not first:
+            check_run_directory(config)
+        peers.settle([probe.exists(), peers.host], lambda told: _refuse_blind(run, told))
+    return run
+
+
+def _refuse_blind(run: RunDirectory, told: list[tuple[bool, str]]) -> None:
+    blind = [process for process, (sees, _) in enumerate(told) if not sees]
+    if blind:
+        hosts = ", ".join(dict.fromkeys(told[process][1] for process in blind))
+        raise InputError(
+            f"the run directory {run.path} of {processes(blind)} ({hosts}) is not that of process 0 ({told[0][1]}); with --run-dir name "
+            "one on a file system that all processes share"
+        )
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def _check_parts(run: RunDirectory) -> None:

@@ -11,6 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from giantjax.errors import TrainingFault
+from giantjax.parallel.collectives import Compression
+from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
 from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
 from giantjax.training.optimizer import Optimizer
@@ -25,6 +27,8 @@ class TrainState(NamedTuple):
     """fp32, as the model made them."""
     optimizer: PyTree
     """Of optax."""
+    feedback: PyTree = ()
+    """What compression took off the last gradients, a row a device; nothing where none is compressed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,8 @@ class Layout:
     """PartitionSpec of each parameter."""
     zero_dims: Params
     """For each parameter the dim that ZeRO shares over the data axis, or -1."""
+    reduction: Reduction
+    """How gradients are summed."""
     state: TrainState
     """PartitionSpec of each leaf of the state."""
     shapes: TrainState
@@ -49,8 +55,11 @@ class Layout:
         return shardings(self.mesh, self.state)
 
 
-def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 0) -> Layout:
-    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too."""
+def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 0, compression: Compression = "none") -> Layout:
+    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too.
+
+    `compression` is of the gradients that cross between nodes, on the mesh axis `replica`.
+    """
     num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
     table = layer_table(num_layers, mesh.shape["pipe"])
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
@@ -61,7 +70,10 @@ def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 
     moments = optax.tree_map_params(
         optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
-    return Layout(mesh, table, params, zero_dims, TrainState(PartitionSpec(), params, moments), shapes)
+    reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression)
+    errors = reduction.errors()
+    specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs())
+    return Layout(mesh, table, params, zero_dims, reduction, specs, shapes._replace(feedback=errors))
 
 
 def _is_spec(value: object) -> bool:
@@ -90,8 +102,20 @@ def _new_state(model: Model, optimizer: Optimizer, table: Int[np.ndarray, "S L"]
 
 def init_state(model: Model, optimizer: Optimizer, layout: Layout, seed: int) -> TrainState:
     """The state before the first step, made on the devices that hold it: the same numbers on any mesh."""
-    make = jax.jit(lambda key: _new_state(model, optimizer, layout.layers, key), out_shardings=layout.shardings)
-    return make(jax.random.key(seed))
+
+    def make(key: Array) -> TrainState:
+        return _new_state(model, optimizer, layout.layers, key)._replace(feedback=_zeros(layout))
+
+    return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
+
+
+def without_errors(layout: Layout) -> PyTree:
+    """The `feedback` of a state that has yet to round a gradient."""
+    return jax.jit(lambda: _zeros(layout), out_shardings=layout.shardings.feedback)()
+
+
+def _zeros(layout: Layout) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.shapes.feedback)
 
 
 def abstract_state(layout: Layout) -> TrainState:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, PyTree
 
+from giantjax.parallel.gradients import reduce_gradients
 from giantjax.parallel.mesh import AXES, BATCH_AXES
 from giantjax.parallel.pipeline import Sums, run_schedule, varying, varying_axes
 from giantjax.parallel.schedule import forward_only, schedule_of_name
@@ -64,14 +65,14 @@ def build_train_step(
         sums = run_schedule(model, table, layout.layers, recompute, varying(state.params), batches, state.step, total)
         loss, metrics = _sum_scalars(sums)
         assert sums.grads is not None
-        grads = jax.tree.map(_reduce_gradient, sums.grads, layout.params, layout.zero_dims)
+        grads, feedback = reduce_gradients(layout.reduction, sums.grads, state.feedback)
         norm = _global_norm(grads)
         grads = clipped(grads, norm, optimizer.clip_norm)
         held = jax.tree.map(_own_share, state.params, layout.zero_dims)
         updates, moments = optimizer.transform.update(grads, state.optimizer, held)
         params = jax.tree.map(_gather_shares, optax.apply_updates(held, updates), layout.zero_dims)
         reported = StepMetrics(loss, norm, optimizer.learning_rate(state.step), metrics)
-        return TrainState(state.step + 1, params, moments), reported
+        return TrainState(state.step + 1, params, moments, feedback), reported
 
     specs = layout.state
     mapped = jax.shard_map(local_step, mesh=layout.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, PartitionSpec()))
@@ -105,19 +106,6 @@ def _microbatches(batch: Batch, number: int) -> Batch:
 
 def _sum_scalars(sums: Sums) -> tuple[Array, dict[str, Array]]:
     return jax.tree.map(lambda x: lax.psum(x, tuple(axis for axis in AXES if axis in varying_axes(x))), (sums.loss, sums.metrics))
-
-
-def _axes_of(spec: PartitionSpec) -> set[str]:
-    return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-
-
-def _reduce_gradient(grad: Array, spec: PartitionSpec, zero_dim: int) -> Array:
-    """The sum over the devices that hold the same parameter; of it this device's share, where ZeRO shares it."""
-    axes = tuple(axis for axis in AXES if axis not in _axes_of(spec))
-    if zero_dim < 0:
-        return lax.psum(grad, axes)
-    grad = lax.psum_scatter(grad, "data", scatter_dimension=zero_dim, tiled=True)
-    return lax.psum(grad, tuple(axis for axis in axes if axis != "data"))
 
 
 def _global_norm(grads: PyTree) -> Float32[Array, ""]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +194,7 @@ def test_validation_is_spread_evenly_and_in_order(corpus, batch, count):
 
 def test_a_corpus_too_short_is_refused_at_once(corpus):
     for make in (training_batches, validation_batches):
-        ways = (
+        ways: dict[str, Any] = (
             {"seed": 0, "global_batch_size": 1, "start_sample": 0, "prefetch": 1}
             if make is training_batches
             else {"batch_size": 1, "num_samples": 0}

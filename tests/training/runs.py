@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -150,32 +151,52 @@ def copy_of(whole: RunConfig, run_dir: Path, step: int, **changes: Any) -> RunCo
     return config
 
 
-def log_of(config: RunConfig) -> Path:
-    """Where `start` sends what the run prints."""
-    return Path(f"{config.run_dir}.log")
+def log_of(config: RunConfig, process_id: int = 0) -> Path:
+    """Where `start` sends what the run, or one of its processes, prints."""
+    return Path(f"{config.run_dir}{f'.{process_id}' if process_id else ''}.log")
 
 
-def start(config: RunConfig) -> ForkServerProcess:
-    """Start pretrain.py in another process, whose output goes to a new `log_of(config)`."""
-    log_of(config).unlink(missing_ok=True)
+def start(config: RunConfig, before: Callable[[], object] | None = None) -> ForkServerProcess:
+    """Start pretrain.py in another process, after `before` there; its output goes to a new `log_of(config)`."""
+    log = log_of(config, config.runtime.process_id or 0)
+    log.unlink(missing_ok=True)
     runtime = {
-        "runtime.num_cpu_devices": config.mesh.num_devices,
+        "runtime.num_cpu_devices": config.runtime.num_cpu_devices or config.mesh.num_devices,
         "runtime.compilation_cache": jax.config.values["jax_compilation_cache_dir"],
     }
     default, words = leaves(preset("gpt_tiny")), ["--config", "gpt_tiny"]
     for path, value in leaves(changed(config, **runtime)).items():
         if value != default[path]:
             words += ["--" + path.replace("_", "-"), *(value if isinstance(value, tuple) else (str(value),))]
-    process = _CONTEXT.Process(target=_pretrain, args=(words, log_of(config)), daemon=True)
+    process = _CONTEXT.Process(target=_pretrain, args=(words, log, before), daemon=True)
     process.start()
     return process
 
 
-def _pretrain(arguments: list[str], log: Path) -> None:
+def of_job(config: RunConfig, num_processes: int, port: int) -> list[RunConfig]:
+    """`config` as each process of a job on this machine is given it."""
+    job = {
+        "runtime.coordinator": f"127.0.0.1:{port}",
+        "runtime.num_processes": num_processes,
+        "runtime.num_cpu_devices": config.runtime.num_cpu_devices or config.mesh.num_devices // num_processes,
+        "runtime.start_timeout": 60.0,
+    }
+    return [changed(config, **job, **{"runtime.process_id": process}) for process in range(num_processes)]
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _pretrain(arguments: list[str], log: Path, before: Callable[[], object] | None) -> None:
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = [str(PRETRAIN), *arguments]
+    if before:
+        before()
     with mock.patch.object(loop, "peak_flops", _peak_flops):
         runpy.run_path(str(PRETRAIN), run_name="__main__")
 

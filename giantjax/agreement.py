@@ -1,0 +1,88 @@
+"""What the processes of a job must have in common before any of them trains, and what they find out together. No jax."""
+
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import giantjax
+from giantjax.cluster import Machine
+from giantjax.config import RunConfig
+from giantjax.data.sources import Source, fingerprint
+from giantjax.errors import InputError
+from giantjax.fields import leaves
+from giantjax.parallel.nodes import Nodes, find_nodes, nodes_from, resolve, survey
+from giantjax.peers import Peers, processes
+
+OWN = ("runtime.coordinator", "runtime.num_processes", "runtime.process_id", "runtime.start_timeout", "runtime.compilation_cache")
+"""Fields in which processes may differ."""
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
+"""Whose versions decide what is computed or written."""
+
+
+def settle_run(config: RunConfig, machine: Machine, peers: Peers) -> tuple[RunConfig, Nodes]:
+    """The configuration with the number of processes and every degree of the mesh, and where the devices are.
+
+    Raises:
+        InputError: processes differ in their configurations, versions or devices, or the mesh does not fit the devices.
+    """
+
+    def decide(told: list[Any]) -> Any:
+        refuse_differences([one["same"] for one in told], [one["survey"]["host"] for one in told])
+        return dataclasses.asdict(find_nodes([one["survey"] for one in told]))
+
+    same = {path: value for path, value in leaves(config).items() if path not in OWN} | versions() | {"the kind of device": machine.kind}
+    nodes = nodes_from(peers.settle({"same": same, "survey": survey(machine, peers.job, peers.host)}, decide))
+    job = dataclasses.replace(config.runtime, num_processes=peers.job.num_processes)
+    return resolve(dataclasses.replace(config, runtime=job), nodes), nodes
+
+
+def settle_data(sources: Mapping[str, Source | None], peers: Peers) -> None:
+    """Make sure that all processes have the same corpora, given by their fields.
+
+    Raises:
+        InputError: some do not.
+    """
+    if peers.job.num_processes > 1:
+        contents = {f"the content of {field}": source and fingerprint(source) for field, source in sources.items()}
+        peers.settle([contents, peers.host], lambda told: refuse_differences(*zip(*told, strict=True)))
+
+
+def refuse_differences(told: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+    """Raise InputError where processes tell different things; of up to three of them with each value and who has it."""
+    fields = [
+        field
+        for field in dict.fromkeys(field for one in told for field in one)
+        if any(one.get(field) != told[0].get(field) for one in told)
+    ]
+    if not fields:
+        return
+    sentences = []
+    for field in fields[:3]:
+        values: dict[str, list[int]] = {}
+        for process, one in enumerate(told):
+            values.setdefault(_in_words(one.get(field)), []).append(process)
+        sentences.append(f"{field} is " + " and ".join(f"{value} on {_who(which, hosts)}" for value, which in values.items()))
+    more = f", and {len(fields) - 3} more" if len(fields) > 3 else ""
+    raise InputError(f"the processes of this job differ: {', '.join(sentences)}{more}; start them all alike")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide what is computed."""
+    found = {"the version of Python": platform.python_version(), "the version of giantjax": giantjax.__version__}
+    for package in PACKAGES:
+        try:
+            found[f"the version of {package}"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _in_words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else "not there" if value is None else str(value)
+
+
+def _who(which: Sequence[int], hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts[process] for process in which))
+    return f"{processes(which)} ({names[0]}{', ...' * (len(names) > 1)})"

@@ -1,0 +1,174 @@
+"""How the gradients of a step are summed over the devices that hold the same parameter.
+
+The sum crosses between nodes on `replica`, and for what all stages share on `pipe`. It is taken there of one share a device:
+scattered over the axes inside a node first, gathered in the node afterwards. So each byte crosses once a node, not once a
+device, and small gradients cross together, in buckets. Under ZeRO the gather is that of the updated parameters.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from giantjax.parallel.collectives import Compression, Errors, compressed_sum, padded_size
+from giantjax.parallel.mesh import AXES
+
+ACROSS = ("pipe", "replica")
+"""The axes that cross between nodes, unless a mesh has them otherwise; then the sum is as right, and not as fast."""
+REPLICA = "replica"
+BUCKET_VALUES = 1 << 24
+"""Gradients are put together up to this size, 64 MiB in fp32: latency is then far below transfer on any network."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are summed together, on two levels."""
+
+    leaves: tuple[int, ...]
+    """Places in the flattened tree of gradients."""
+    inside: tuple[str, ...]
+    across: tuple[str, ...]
+    """Axes to sum over; `replica` last."""
+    size: int
+    """Values on a device, with padding that `inside` devices can share."""
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The axes over which devices round differently: all but those summed over before."""
+        return tuple(axis for axis in AXES if axis == REPLICA or axis not in self.across)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The plan of a step's sums; made by `plan_reduction`."""
+
+    axes: tuple[tuple[str, ...], ...]
+    """By leaf, the axes that it is summed over once `zero_dims` has been scattered."""
+    zero_dims: tuple[int, ...]
+    """By leaf, the dim scattered over `data`, or -1."""
+    buckets: tuple[Bucket, ...]
+    compression: Compression
+    degrees: dict[str, int]
+
+    @property
+    def compressed(self) -> tuple[Bucket, ...]:
+        """The buckets whose values are rounded between nodes."""
+        return tuple(bucket for bucket in self.buckets if self.compression != "none" and REPLICA in bucket.across)
+
+    def errors(self) -> tuple[Any, ...]:
+        """Shapes of the rounding errors of each compressed bucket, as `Errors`, a row a device that rounds for itself."""
+
+        def row(bucket: Bucket, ways: int) -> Any:
+            return jax.ShapeDtypeStruct((self._degree(bucket.owners), bucket.size // self._degree(bucket.inside) // ways), jnp.float32)
+
+        return tuple(Errors(row(bucket, 1), row(bucket, self.degrees[REPLICA])) for bucket in self.compressed)
+
+    def errors_specs(self) -> tuple[Any, ...]:
+        """PartitionSpecs of `errors`."""
+        return tuple(Errors(PartitionSpec(bucket.owners), PartitionSpec(bucket.owners)) for bucket in self.compressed)  # type: ignore[arg-type]
+
+    def _degree(self, axes: Iterable[str]) -> int:
+        return math.prod(self.degrees[axis] for axis in axes)
+
+
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that share an array."""
+    return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+
+
+def plan_reduction(
+    shapes: PyTree, specs: PyTree, zero_dims: PyTree, degrees: Mapping[str, int], compression: Compression = "none"
+) -> Reduction:
+    """Which gradients are summed where.
+
+    Args:
+        shapes: of the parameters, whole.
+        specs: PartitionSpec of each.
+        zero_dims: the dim of each that ZeRO shares over `data`, or -1.
+        degrees: of the mesh.
+        compression: of what crosses on `replica`; where nothing does there is nothing to compress.
+    """
+    compression = compression if degrees[REPLICA] > 1 else "none"
+    leaves, zeros = jax.tree.leaves(shapes), tuple(jax.tree.leaves(zero_dims))
+    shared = [axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda value: isinstance(value, PartitionSpec))]
+    shared = [axes | ({"data"} if dim >= 0 else set()) for axes, dim in zip(shared, zeros, strict=True)]
+    sizes = [leaf.size // math.prod(degrees[axis] for axis in axes) for leaf, axes in zip(leaves, shared, strict=True)]
+    summed = tuple(tuple(axis for axis in AXES if axis not in axes) for axes in shared)
+
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for place, axes in enumerate(summed):
+        if _two_levels(axes, degrees, compression):
+            groups.setdefault(axes, []).append(place)
+    buckets = []
+    for axes, places in groups.items():
+        inside = tuple(axis for axis in axes if axis not in ACROSS)
+        ways = math.prod(degrees[axis] for axis in inside)
+        for members in _filled(places, sizes):
+            size = padded_size(sum(sizes[place] for place in members), ways, degrees[REPLICA])
+            buckets.append(Bucket(members, inside, tuple(axis for axis in axes if axis in ACROSS), size))
+    return Reduction(summed, zeros, tuple(buckets), compression, dict(degrees))
+
+
+def _two_levels(axes: tuple[str, ...], degrees: Mapping[str, int], compression: Compression) -> bool:
+    inside, across = (math.prod(degrees[axis] for axis in axes if (axis in ACROSS) == crosses) for crosses in (False, True))
+    return (inside > 1 and across > 1) or (compression != "none" and REPLICA in axes)
+
+
+def _filled(places: list[int], sizes: list[int]) -> list[tuple[int, ...]]:
+    """`places` in order, cut so that no bucket is above BUCKET_VALUES unless a single gradient is."""
+    buckets: list[list[int]] = []
+    for place in places:
+        if buckets and sum(sizes[other] for other in buckets[-1]) + sizes[place] <= BUCKET_VALUES:
+            buckets[-1].append(place)
+        else:
+            buckets.append([place])
+    return [tuple(bucket) for bucket in buckets]
+
+
+def reduce_gradients(plan: Reduction, grads: PyTree, errors: tuple[Errors, ...] = ()) -> tuple[PyTree, tuple[Errors, ...]]:
+    """The sums of `grads` as `plan` says, and what rounding took off; call it inside a `shard_map` over all axes.
+
+    Args:
+        plan: from `plan_reduction`.
+        grads: this device's gradients, varying over all axes.
+        errors: rows of what rounding took off in the step before, or () where the plan compresses nothing.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    bucketed = {place for bucket in plan.buckets for place in bucket.leaves}
+    for place, (grad, dim) in enumerate(zip(leaves, plan.zero_dims, strict=True)):
+        if dim >= 0:
+            grad = lax.psum_scatter(grad, "data", scatter_dimension=dim, tiled=True)
+        leaves[place] = grad if place in bucketed else lax.psum(grad, plan.axes[place])
+    left, kept = iter(errors), []
+    for bucket in plan.buckets:
+        before = next(left) if bucket in plan.compressed else None
+        flat, after = _sum_bucket(plan, bucket, [leaves[place] for place in bucket.leaves], before)
+        kept += [after] if after else []
+        starts = np.cumsum([0, *(leaves[place].size for place in bucket.leaves)])
+        for place, start in zip(bucket.leaves, starts, strict=False):
+            leaves[place] = lax.dynamic_slice_in_dim(flat, int(start), leaves[place].size).reshape(leaves[place].shape)
+    return jax.tree.unflatten(structure, leaves), tuple(kept)
+
+
+def _sum_bucket(plan: Reduction, bucket: Bucket, grads: list[Array], errors: Errors | None) -> tuple[Array, Errors | None]:
+    """The flat sum of a bucket over both levels, padding at its end."""
+    flat = jnp.concatenate([grad.ravel() for grad in grads])
+    flat = jnp.pad(flat, (0, bucket.size - flat.size))
+    own = lax.psum_scatter(flat, bucket.inside, scatter_dimension=0, tiled=True) if bucket.inside else flat
+    after = None
+    if errors is None:
+        own = lax.psum(own, bucket.across)
+    else:
+        assert plan.compression != "none"
+        exact = tuple(axis for axis in bucket.across if axis != REPLICA)
+        own = lax.psum(own, exact) if exact else own
+        own, after = compressed_sum(own, REPLICA, plan.compression, jax.tree.map(lambda row: row[0], errors))
+        after = jax.tree.map(lambda row: row[None], after)
+    return (lax.all_gather(own, bucket.inside, tiled=True, to="invarying") if bucket.inside else own), after

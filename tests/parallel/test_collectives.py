@@ -1,0 +1,112 @@
+"""Collectives over two levels: each equals its flat twin."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from giantjax.parallel.collectives import BLOCK, Errors, all_gather, all_reduce, all_to_all, compressed_sum, padded_size, reduce_scatter
+
+SHAPES = [(2, 4), (4, 2), (8, 1), (1, 8)]
+BOTH = ("across", "inside")
+ROWS, SAME = PartitionSpec(BOTH), PartitionSpec()
+
+
+def mesh_of(nodes: int, devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(nodes, devices), BOTH)
+
+
+def on_devices(function: Callable[..., Any], mesh: Mesh, *arrays: np.ndarray, out: PartitionSpec = ROWS) -> Any:
+    """`function` of each device's row of `arrays`."""
+    body = lambda *rows: function(*(row[0] for row in rows))  # noqa: E731
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(mesh.axis_names), out_specs=out))(*arrays)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+@pytest.mark.parametrize("shape", [(16, 3), (5,), (1,), (7, 9)])
+def test_all_reduce(nodes: int, devices: int, shape: tuple[int, ...]) -> None:
+    rows = np.random.default_rng(0).standard_normal((8, *shape), np.float32)
+    found = on_devices(lambda x: all_reduce(x, "inside", "across"), mesh_of(nodes, devices), rows, out=SAME)
+    np.testing.assert_allclose(found, rows.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+@pytest.mark.parametrize(
+    ("ours", "flat"),
+    [
+        (reduce_scatter, lambda x: lax.psum_scatter(x, BOTH, scatter_dimension=0, tiled=True)),
+        (all_to_all, lambda x: lax.all_to_all(x, BOTH, split_axis=0, concat_axis=0, tiled=True)),
+    ],
+)
+def test_scatter_and_all_to_all(nodes: int, devices: int, ours: Any, flat: Any) -> None:
+    rows = np.random.default_rng(1).standard_normal((8, 24, 3), np.float32)
+    mesh = mesh_of(nodes, devices)
+    found = on_devices(lambda x: ours(x, "inside", "across"), mesh, rows)
+    np.testing.assert_allclose(found, on_devices(flat, mesh, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), SHAPES)
+def test_all_gather(nodes: int, devices: int) -> None:
+    rows = np.random.default_rng(2).standard_normal((8, 5, 3), np.float32)
+    found = on_devices(lambda x: all_gather(x, "inside", "across"), mesh_of(nodes, devices), rows, out=SAME)
+    np.testing.assert_array_equal(found, rows.reshape(40, 3))
+
+
+def test_a_dim_that_the_devices_do_not_divide_is_refused() -> None:
+    for function in (reduce_scatter, all_to_all):
+        with pytest.raises(ValueError, match="10 entries, which 2 nodes x 4 devices do not divide"):
+            on_devices(lambda x, f=function: f(x, "inside", "across"), mesh_of(2, 4), np.zeros((8, 10), np.float32))
+
+
+def summed(rows: np.ndarray, nodes: int, compression: Any, num_steps: int, feedback: bool) -> np.ndarray:
+    """Sums of the same rows, step after step, each step's errors handed to the next: [steps, n]."""
+
+    def steps(x: Any) -> Any:
+        errors = Errors(x * 0, lax.slice_in_dim(x, 0, x.size // nodes) * 0)
+
+        def one(errors: Errors, _: None) -> Any:
+            total, left = compressed_sum(x, "across", compression, errors if feedback else None)
+            return (left if feedback else errors), total
+
+        return lax.scan(one, errors, length=num_steps)[1]
+
+    mesh = Mesh(np.array(jax.devices()[:nodes]), ("across",))
+    return np.asarray(on_devices(steps, mesh, rows, out=SAME))
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize(("compression", "tolerance"), [("bf16", 2**-8), ("int8", 2 / 127)])
+def test_compressed_sum_is_close_and_unbiased_over_time(nodes: int, compression: Any, tolerance: float) -> None:
+    size = padded_size(1000, 1, nodes)
+    assert size % (nodes * BLOCK) == 0 and size >= 1000
+    rows = np.random.default_rng(3).standard_normal((nodes, size), np.float32)
+    exact = rows.sum(0)
+    once = summed(rows, nodes, compression, 1, feedback=True)[0]
+    largest = np.abs(rows).max() * nodes
+    assert 0 < np.abs(once - exact).max() <= tolerance * largest
+    # What is rounded off in one step comes with the next: the mean over steps tends to the exact sum.
+    many = summed(rows, nodes, compression, 50, feedback=True)
+    without = summed(rows, nodes, compression, 50, feedback=False)
+    assert np.abs(many.mean(0) - exact).max() < 0.1 * np.abs(without.mean(0) - exact).max()
+
+
+def test_zeros_and_large_values_pass() -> None:
+    rows = np.zeros((2, 2 * BLOCK), np.float32)
+    rows[:, 3] = 3e30
+    found = summed(rows, 2, "int8", 1, feedback=True)[0]
+    assert np.isfinite(found).all() and found[3] == pytest.approx(6e30, rel=1e-2) and not found[BLOCK:].any()
+
+
+def test_compressed_bytes() -> None:
+    """int8 and its scales, never fp32 values, cross between nodes."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("across",))
+    body = lambda x: compressed_sum(x[0], "across", "int8", None)[0]  # noqa: E731
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("across"), out_specs=SAME))
+    text = step.lower(jax.ShapeDtypeStruct((2, 64 * BLOCK), jnp.float32)).as_text()
+    moved = [line for line in text.splitlines() if "all_to_all" in line or "all_gather" in line]
+    assert len(moved) == 4 and sum("i8" in line for line in moved) == 2
