@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from giantjax.config import RunConfig
 from giantjax.overlap import HOPS, Collective
+from giantjax.parallel.gradients import axes_of as shared_axes
 from giantjax.parallel.mesh import AXES
 from giantjax.training.state import Layout
 
@@ -62,7 +64,8 @@ class Foretold(NamedTuple):
     boundaries: float
     """Each microbatch's boundary once per pair of neighbouring stages and direction, each device its slice."""
     gradients: float
-    """fp32 gradients summed over the devices that hold the same parameter, shared parameters over stages too."""
+    """fp32 gradients of parameters that several nodes hold: of k nodes each sends 2 (k - 1) / k of them, however many of its
+    devices hold them too, and under ZeRO as gradients out and parameters back."""
 
     @property
     def total(self) -> float:
@@ -72,47 +75,20 @@ class Foretold(NamedTuple):
 
 def foretell(config: RunConfig, layout: Layout, nodes: Nodes, width: int) -> Foretold:
     """The bytes that the mesh alone says, for boundaries of `width` bytes an element."""
-    grid = np.arange(len(nodes)).reshape([layout.mesh.shape[axis] for axis in AXES])
-    where = np.asarray(nodes)[grid]
+    degrees = {axis: layout.mesh.shape[axis] for axis in AXES}
+    where = np.asarray(nodes).reshape(list(degrees.values()))
     crossings = int((where[1:] != where[:-1]).sum())
     model = config.model
     piece = config.microbatch_size * model.sequence_length * model.hidden_size * width / config.mesh.tensor
     gradients = 0.0
-    for shape, spec, zero_dim in zip(*_leaves(layout), strict=True):
-        gradients += sum(_gradient_bytes(config, grid, nodes, shape, spec, zero_dim))
-    return Foretold(2 * crossings * config.num_microbatches * piece, gradients)
-
-
-def _leaves(layout: Layout) -> tuple[list[tuple[int, ...]], list[PartitionSpec], list[int]]:
-    import jax
-
     specs = jax.tree.leaves(layout.params, is_leaf=lambda value: isinstance(value, PartitionSpec))
-    return [leaf.shape for leaf in jax.tree.leaves(layout.shapes.params)], specs, jax.tree.leaves(layout.zero_dims)
-
-
-def _gradient_bytes(
-    config: RunConfig, grid: np.ndarray, nodes: Nodes, shape: tuple[int, ...], spec: PartitionSpec, zero_dim: int
-) -> Iterator[float]:
-    """Bytes between nodes of each sum that this parameter's gradient needs; under ZeRO its parts, and the parameter back."""
-    shared = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-    degrees = dict(zip(AXES, grid.shape, strict=True))
-    own = 4.0 * math.prod(shape) / math.prod(degrees[axis] for axis in shared)
-    over = [axis for axis in AXES if axis not in shared]
-    if zero_dim < 0:
-        yield _across("all-reduce", over, grid, nodes, own)
-        return
-    part = own / config.mesh.data
-    yield _across("reduce-scatter", ["data"], grid, nodes, own)
-    yield _across("all-reduce", [axis for axis in over if axis != "data"], grid, nodes, part)
-    yield _across("all-gather", ["data"], grid, nodes, part)
-
-
-def _across(kind: str, axes: Sequence[str], grid: np.ndarray, nodes: Nodes, num_bytes: float) -> float:
-    places = [AXES.index(axis) for axis in axes]
-    size = math.prod(grid.shape[place] for place in places)
-    groups = np.moveaxis(grid, places, range(len(places))).reshape(size, -1).T
-    edges = (edge for group in groups.tolist() for edge in ring_edges(kind, group, nodes, num_bytes))
-    return sum(sent for source, target, sent in edges if nodes[source] != nodes[target])
+    for leaf, spec in zip(jax.tree.leaves(layout.shapes.params), specs, strict=True):
+        shared = shared_axes(spec)
+        own = 4.0 * leaf.size / math.prod(degrees[axis] for axis in shared)
+        others = [place for place, axis in enumerate(AXES) if axis not in shared]
+        holders = np.moveaxis(where, others, range(len(others))).reshape(math.prod(where.shape[place] for place in others), -1)
+        gradients += sum(2 * (len(set(group)) - 1) * own for group in holders.T.tolist())
+    return Foretold(2 * crossings * config.num_microbatches * piece, gradients)
 
 
 def axes_of(collective: Collective, degrees: dict[str, int]) -> tuple[str, ...]:
