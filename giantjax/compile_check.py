@@ -8,7 +8,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from giantjax.model.gpt import model_on_mesh
 from giantjax.overlap import HOPS, Collective, Window, collectives, dependents, flops, windows
 from giantjax.parallel.mesh import AXES, build_mesh
 from giantjax.parallel.nodes import Nodes, Place
+from giantjax.parallel.placement import infer_degrees
 from giantjax.parallel.topology import known_topology
 from giantjax.targets import INSTALL, Target, compile_only_devices, target_of, uncached
 from giantjax.traffic import axes_of, foretell, traffic
@@ -54,7 +55,7 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     """Trace the train step of `config` on the GPUs of `cluster`; no array is made.
 
     Args:
-        config: the run, its mesh as large as the cluster.
+        config: the run, its mesh as large as the cluster; degrees that are None are inferred from it.
         cluster: what it would run on.
         compute: type of matrix products in the place of the configured one. fp16, which training refuses until it scales
             the loss, compiles here: scaling adds a few numbers to the program.
@@ -63,6 +64,10 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
         InputError: the extra `[aot]` is not installed, or the mesh does not fit the cluster.
     """
     devices = compile_only_devices(cluster)
+    degrees: dict[str, Any] = infer_degrees(
+        {axis: getattr(config.mesh, axis) for axis in AXES}, cluster.num_nodes, cluster.gpus_per_node, config.mesh.inside
+    )
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **degrees))
     mesh = build_mesh(config.mesh, nodes_of(cluster), devices)
     chosen, why = resolve_precision(config.training.precision, devices[0]) if compute is None else (compute, "as asked")
     begin = time.perf_counter()

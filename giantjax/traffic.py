@@ -17,8 +17,9 @@ from jaxtyping import Float
 from giantjax.config import RunConfig
 from giantjax.overlap import HOPS, Collective
 from giantjax.parallel.collectives import BYTES_A_VALUE
-from giantjax.parallel.gradients import axes_of as axes_of_spec
+from giantjax.parallel.gradients import axes_of as shared_axes
 from giantjax.parallel.mesh import AXES
+from giantjax.parallel.placement import INSIDE
 from giantjax.training.state import Layout
 
 Nodes = Sequence[int]
@@ -65,7 +66,8 @@ class Foretold(NamedTuple):
     boundaries: float
     """Each microbatch's boundary once per pair of neighbouring stages and direction, each device its slice."""
     gradients: float
-    """fp32 gradients summed over the devices that hold the same parameter, shared parameters over stages too."""
+    """fp32 gradients of parameters that several nodes hold: of k nodes each sends 2 (k - 1) / k of them, however many of its
+    devices hold them too, and under ZeRO as gradients out and parameters back."""
 
     @property
     def total(self) -> float:
@@ -75,51 +77,31 @@ class Foretold(NamedTuple):
 
 def foretell(config: RunConfig, layout: Layout, nodes: Nodes, width: int) -> Foretold:
     """The bytes that the mesh alone says, for boundaries of `width` bytes an element."""
-    grid = np.arange(len(nodes)).reshape([layout.mesh.shape[axis] for axis in AXES])
-    where = np.asarray(nodes)[grid]
+    degrees = {axis: layout.mesh.shape[axis] for axis in AXES}
+    where = np.asarray(nodes).reshape(list(degrees.values()))
     crossings = int((where[1:] != where[:-1]).sum())
     model = config.model
     piece = config.microbatch_size * model.sequence_length * model.hidden_size * width / config.mesh.tensor
-    gradients = sum(_gradient_bytes(layout, grid, nodes)) + sum(_bucket_bytes(layout, grid, nodes))
+    gradients = 0.0
+    specs = jax.tree.leaves(layout.params, is_leaf=lambda value: isinstance(value, PartitionSpec))
+    for leaf, spec in zip(jax.tree.leaves(layout.shapes.params), specs, strict=True):
+        shared = shared_axes(spec)
+        own = 4.0 * leaf.size / math.prod(degrees[axis] for axis in shared)
+        others = [axis for axis in AXES if axis not in shared]
+        if layout.reduction.compression == "none":
+            gradients += 2 * own * _crossings(where, others)
+        else:  # fp32 over stages first, then rounded over replicas
+            gradients += 2 * own * _crossings(where, [axis for axis in others if axis != "replica"])
+            rounded = own * BYTES_A_VALUE[layout.reduction.compression] / 4
+            gradients += 2 * rounded * _crossings(where, ["replica"]) / math.prod(degrees[axis] for axis in others if axis in INSIDE)
     return Foretold(2 * crossings * config.num_microbatches * piece, gradients)
 
 
-def _gradient_bytes(layout: Layout, grid: np.ndarray, nodes: Nodes) -> Iterator[float]:
-    """Bytes between nodes of each sum that a parameter's gradient has to itself; under ZeRO its parts, and the parameter back."""
-    degrees, plan = dict(zip(AXES, grid.shape, strict=True)), layout.reduction
-    bucketed = {place for bucket in plan.buckets for place in bucket.leaves}
-    specs = jax.tree.leaves(layout.params, is_leaf=lambda value: isinstance(value, PartitionSpec))
-    for place, (leaf, spec) in enumerate(zip(jax.tree.leaves(layout.shapes.params), specs, strict=True)):
-        own = 4.0 * leaf.size / math.prod(degrees[axis] for axis in axes_of_spec(spec))
-        if plan.zero_dims[place] >= 0:
-            yield _across("reduce-scatter", ["data"], grid, nodes, own)
-            own /= degrees["data"]
-            yield _across("all-gather", ["data"], grid, nodes, own)
-        if place not in bucketed:
-            yield _across("all-reduce", plan.axes[place], grid, nodes, own)
-
-
-def _bucket_bytes(layout: Layout, grid: np.ndarray, nodes: Nodes) -> Iterator[float]:
-    """Bytes between nodes of each sum on two levels."""
-    plan = layout.reduction
-    for bucket in plan.buckets:
-        share = 4.0 * bucket.size / math.prod(grid.shape[AXES.index(axis)] for axis in bucket.inside)
-        yield _across("reduce-scatter", bucket.inside, grid, nodes, 4.0 * bucket.size)
-        yield _across("all-gather", bucket.inside, grid, nodes, share)
-        if bucket not in plan.compressed:
-            yield _across("all-reduce", bucket.across, grid, nodes, share)
-            continue
-        yield _across("all-reduce", [axis for axis in bucket.across if axis != "replica"], grid, nodes, share)
-        # A part to each, and the sum of a part from each: as a ring, but in the rounded type.
-        yield _across("all-reduce", ["replica"], grid, nodes, share / 4 * BYTES_A_VALUE[plan.compression])
-
-
-def _across(kind: str, axes: Sequence[str], grid: np.ndarray, nodes: Nodes, num_bytes: float) -> float:
+def _crossings(where: np.ndarray, axes: Sequence[str]) -> int:
+    """Over all groups of devices that differ along `axes` only: their nodes but one."""
     places = [AXES.index(axis) for axis in axes]
-    size = math.prod(grid.shape[place] for place in places)
-    groups = np.moveaxis(grid, places, range(len(places))).reshape(size, -1).T
-    edges = (edge for group in groups.tolist() for edge in ring_edges(kind, group, nodes, num_bytes))
-    return sum(sent for source, target, sent in edges if nodes[source] != nodes[target])
+    groups = np.moveaxis(where, places, range(len(places))).reshape(math.prod(where.shape[place] for place in places), -1)
+    return sum(len(set(group)) - 1 for group in groups.T.tolist())
 
 
 def axes_of(collective: Collective, degrees: dict[str, int]) -> tuple[str, ...]:

@@ -125,11 +125,22 @@ def test_replicas_across_nodes_send_gradients_and_nothing_else() -> None:
 @needs_plugin
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_bytes_foretold_of_gradients(zero_stage: int) -> None:
-    """Four bytes a parameter: two rings of two with a half each; a ring of all four would cross with half as much again."""
+    """Each of two nodes sends four bytes a parameter once, whatever its two devices hold."""
     config = run(REPLICAS, zero_stage=zero_stage)
     layout = lower_plan(config, cluster()).layout
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layout.shapes.params))
-    assert foretell(config, layout, [0, 0, 1, 1], 2) == (0, pytest.approx(4 * parameters * 2, rel=0.01))
+    assert foretell(config, layout, [0, 0, 1, 1], 2) == (0, 2 * 4 * parameters)
+    assert foretell(config, layout, [0, 0, 0, 0], 2) == (0, 0)
+
+
+@needs_plugin
+@together
+@pytest.mark.parametrize(("compression", "bytes_a_value"), [("bf16", 2), ("int8", 1 + 4 / 256)])
+def test_rounded_gradients_cross_nodes_in_fewer_bytes(compression: Any, bytes_a_value: float) -> None:
+    config = run(REPLICAS, zero_stage=1)
+    found = report(replace(config, training=replace(config.training, compression=compression)))
+    assert found.network_ratio == pytest.approx(1, abs=0.05)
+    assert found.network_bytes == pytest.approx(report(config).network_bytes * bytes_a_value / 4, rel=0.05)
 
 
 @needs_plugin
@@ -172,6 +183,12 @@ def test_every_gpu_can_be_compiled_for(gpu: str) -> None:
     lowered = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jax.ShapeDtypeStruct((64, 64), jnp.float16, sharding=where))
     with uncached():
         assert lowered.compile().memory_analysis()
+
+
+@needs_plugin
+def test_missing_degrees_follow_from_the_cluster() -> None:
+    asked: dict[str, Any] = {"pipe": 2, "tensor": None}
+    assert lower_plan(replace(run(ACROSS), mesh=MeshConfig(**asked)), cluster()).config.mesh == ACROSS
 
 
 @needs_plugin
