@@ -9,6 +9,7 @@ from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ from tests.training.runs import (
 # One worker, for several processes at a time are enough for its cores.
 pytestmark = pytest.mark.xdist_group("processes")
 
-SIZES = {"sequence_length": 8, "vocabulary_size": 50}
+SIZES: dict[str, Any] = {"sequence_length": 8, "vocabulary_size": 50}
 
 
 @pytest.fixture(scope="module")
