@@ -176,12 +176,12 @@ def resolve(config: RunConfig, nodes: Nodes) -> RunConfig:
     if config.runtime.num_cpu_devices or (num_processes > 1 and not nodes.topologies):
         _check_simulated(config, num_processes)
     if num_processes > 1:
+        place_devices(nodes.listed(), degrees, nodes.topologies, config.mesh.inside)
         if needed < total:
             raise InputError(
                 f"the mesh needs {_product(config)} = {needed} devices, but the {num_processes} processes have {nodes.in_words}, and none "
                 "may be idle; set mesh.data to None to use them all, or start fewer processes"
             )
-        place_devices(nodes.listed(), degrees, nodes.topologies, config.mesh.inside)
     return config
 
 

@@ -187,6 +187,32 @@ def test_processes_started_differently_are_refused(corpus, tmp_path, field, othe
     assert not Path(str(first.run_dir)).exists()
 
 
+def set_variables(values: dict[str, str]) -> None:
+    os.environ.update(values)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"},
+        {"SLURM_PROCID": "{}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{}", "SLURM_STEP_ID": "0"},
+        {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"},
+    ],
+)
+def test_a_launcher_makes_the_job(corpus, tmp_path, variables):
+    """Told by a difference, which is found once both are there."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [{name: value.format(process) for name, value in variables.items()} | address for process in (0, 1)]
+    configs = [
+        small_run(tmp_path / name, corpus, **{"mesh.replica": 2, "runtime.num_cpu_devices": 1, "seed": seed})
+        for name, seed in (("first", 4), ("second", 5))
+    ]
+    started = [start(config, partial(set_variables, environment)) for config, environment in zip(configs, environments, strict=True)]
+    assert [finish(process) for process in started] == [2, 2]
+    for config in configs:
+        assert re.search("seed is 4 on process 0 .* and 5 on process 1 ", said(config, 0))
+
+
 def test_another_corpus_under_the_same_name_is_refused(corpus, tmp_path):
     """As on a node with an old copy."""
     configs = of_job(small_run(tmp_path / "run", Path("corpus"), **{"mesh.replica": 2, "training.eval_every": 0}), 2, free_port())
