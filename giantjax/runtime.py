@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -102,8 +103,7 @@ def _join(config: RuntimeConfig, job: Job, visible: Sequence[int] | None) -> Non
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would take SIGTERM for itself.
-    jax.config.update("jax_enable_preemption_service", False)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         jax.distributed.initialize(
             job.coordinator,
@@ -116,3 +116,5 @@ def _join(config: RuntimeConfig, job: Job, visible: Sequence[int] | None) -> Non
         )
     except RuntimeError as error:
         raise TrainingFault(f"process {job.process_id} cannot join the others at {job.coordinator}: {error}") from error
+    # JAX's service for preemptions, which orbax asks, has taken the signal for itself.
+    signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,7 @@
 """Sample from the latest checkpoint of a run: python scripts/generate.py --run DIR --prompt TEXT."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +48,7 @@ def main() -> int:
 
     run = RunDirectory(Path(arguments.run))
     config = read_record(run, run.config, RunConfig)
-    runtime_config, mesh = (config.runtime, config.mesh) if arguments.mesh == "run" else (RuntimeConfig(), None)
+    runtime_config, mesh = (whole(config), config.mesh) if arguments.mesh == "run" else (RuntimeConfig(), None)
     record = read_record(run, run.tokenizer, TokenizerRecord)
     runtime.start(runtime_config)
 
@@ -66,6 +66,12 @@ def main() -> int:
         found.append(token)
     print(tokenizer.decode(found))
     return 0
+
+
+def whole(config: RunConfig) -> RuntimeConfig:
+    """The runtime of a run for one process, which simulates the devices of all."""
+    simulated = config.runtime.num_cpu_devices and config.mesh.num_devices
+    return replace(config.runtime, num_cpu_devices=simulated)
 
 
 if __name__ == "__main__":

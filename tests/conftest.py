@@ -7,6 +7,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from giantjax.launch import LAUNCHERS
+
+# A test is a process of its own, whatever launcher started the shell.
+for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))] + [*LAUNCHERS, "WORLD_SIZE", "NUM_WORKER"]:
+    os.environ.pop(name, None)
+for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "CUDA_VISIBLE_DEVICES"):
+    os.environ.pop(name, None)
+
 # Test programs run for milliseconds: compiling them is what takes time.
 flags = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):  # later versions do not know this flag, and stop at one they do not know

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from giantjax import cluster, command_line, runtime
+from giantjax.cluster import InstalledGPU
 from giantjax.data.indexed import TokenizerRecord
 from giantjax.data.indexed_writer import write_indexed
 from giantjax.fields import leaves
@@ -170,8 +171,31 @@ NOT_YET = tuple(
     for option in (
         *("training.zero-stage 2", "training.zero-stage 7", "training.precision fp16"),
         *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule interleaved", "pipeline.schedule mine.csv"),
-        *("runtime.coordinator host:1234", "runtime.num-processes 2", "runtime.process-id 1"),
     )
+)
+
+PROCESSES_AND_DEGREES = (
+    tiny("coordinator-alone", "--runtime.coordinator host:1234", "the coordinator is host:1234, but nothing says how many processes"),
+    tiny("coordinator-without-port", "--runtime.coordinator host", "runtime.coordinator is host; it must be HOST:PORT with a port"),
+    tiny("no-process", "--runtime.num-processes 0", "runtime.num_processes is 0; it must be at least 1"),
+    tiny("number-alone", "--runtime.num-processes 2", "runtime.num_processes is 2, but nothing says which of them", "--runtime.process-id"),
+    tiny("process-alone", "--runtime.process-id 1", "runtime.process_id is 1, but nothing says how many processes there are"),
+    tiny("no-address", "--runtime.num-processes 2 --runtime.process-id 1", "but nothing says where process 0 is"),
+    tiny("no-time", "--runtime.start-timeout 0", "runtime.start_timeout is 0.0; it must be above 0"),
+    tiny("degree-word", "--mesh.data all", "--mesh.data is 'all'; it must be a whole number or None"),
+    tiny(
+        "degree-of-no-rest",
+        "--mesh.data None --mesh.tensor 2 --runtime.num-cpu-devices 3",
+        "= 2 does not divide the devices that mesh.data",
+    ),
+    tiny(
+        "degree-inferred",
+        "--mesh.data None --runtime.num-cpu-devices 3",
+        *("training.global_batch_size is 4", "mesh.data 3 x mesh.replica 1 = 3", "nearest: 3 or 6 (mesh.data 3 inferred from 3 devices)"),
+    ),
+    tiny(
+        "degree-of-stages", "--mesh.pipe None --runtime.num-cpu-devices 2", "mesh.pipe is 2, but model.num_layers is 1", "(mesh.pipe 2 inf"
+    ),
 )
 
 DATA = (
@@ -303,7 +327,7 @@ PREPARE = (
 )
 
 CASES = (
-    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *NOT_YET, *DATA, *CONFIGS),
+    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *NOT_YET, *DATA, *CONFIGS),
     *(*RUN_DIRECTORY, *GENERATE, *PLAN, *PREPARE),
 )
 
@@ -513,7 +537,9 @@ def test_a_model_too_large_for_memory_is_refused_without_jax(folder: Path) -> No
 
 
 def test_a_model_too_large_for_a_gpu_is_refused(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_query_gpus", lambda: [("NVIDIA A100-SXM4-40GB", 40 * GIB)] * 8)
+    monkeypatch.setattr(
+        cluster, "_query_gpus", lambda: [InstalledGPU(i, f"GPU-{i}", f"{i}", "NVIDIA A100-SXM4-40GB", 40 * GIB) for i in range(8)]
+    )
     says = ("on each GPU", "this machine (NVIDIA A100-SXM4-40GB) has 40.0 GiB (42,949,672,960 bytes)", "config that fits is gpt3_1b3")
     check_refused(run("pretrain --config gpt13b"), *says)
 

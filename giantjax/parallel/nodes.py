@@ -118,7 +118,8 @@ def find_nodes(surveys: Sequence[Mapping[str, Any]]) -> Nodes:
 def _own(process: int, surveys: Sequence[Mapping[str, Any]], visible: Sequence[Sequence[InstalledGPU]]) -> tuple[int, ...]:
     """Which of the GPUs that it sees a process takes."""
     seen = {gpu.uuid for gpu in visible[process]}
-    sharing = [i for i, other in enumerate(visible) if seen & {gpu.uuid for gpu in other}]
+    here = surveys[process]["machine"]
+    sharing = [i for i, other in enumerate(visible) if surveys[i]["machine"] == here and seen & {gpu.uuid for gpu in other}]
     if len(sharing) == 1:
         return tuple(range(len(seen)))
     local = [surveys[i]["local"] for i in sharing]
@@ -175,12 +176,12 @@ def resolve(config: RunConfig, nodes: Nodes) -> RunConfig:
     if config.runtime.num_cpu_devices or (num_processes > 1 and not nodes.topologies):
         _check_simulated(config, num_processes)
     if num_processes > 1:
+        place_devices(nodes.listed(), degrees, nodes.topologies, config.mesh.inside)
         if needed < total:
             raise InputError(
                 f"the mesh needs {_product(config)} = {needed} devices, but the {num_processes} processes have {nodes.in_words}, and none "
                 "may be idle; set mesh.data to None to use them all, or start fewer processes"
             )
-        place_devices(nodes.listed(), degrees, nodes.topologies, config.mesh.inside)
     return config
 
 
@@ -191,8 +192,10 @@ def _check_simulated(config: RunConfig, num_processes: int) -> None:
     if total == needed:
         return
     said = f"runtime.num_cpu_devices is {each}" + (f" in each of {num_processes} processes, {total} in all" if num_processes > 1 else "")
-    instead = f" or runtime.num_cpu_devices to {needed // num_processes}" if needed % num_processes == 0 else ""
-    raise InputError(f"{said}, but {_product(config)} = {needed}; set mesh.data to {total // (needed // mesh.data) or 1}{instead}")
+    others = needed // mesh.data
+    advice = [f"mesh.data to {total // others}"] if total % others == 0 else []
+    advice += [f"runtime.num_cpu_devices to {needed // num_processes}"] if needed % num_processes == 0 else []
+    raise InputError(f"{said}, but {_product(config)} = {needed}; set {' or '.join(advice) or f'degrees whose product is {total}'}")
 
 
 def _product(config: RunConfig) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ from tests.training.runs import (
 # One worker, for several processes at a time are enough for its cores.
 pytestmark = pytest.mark.xdist_group("processes")
 
-SIZES = {"sequence_length": 8, "vocabulary_size": 50}
+SIZES: dict[str, Any] = {"sequence_length": 8, "vocabulary_size": 50}
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +77,16 @@ def said(config: RunConfig, process: int) -> str:
 
 
 def test_stages_in_four_processes_train_as_in_one(corpus, tmp_path):
-    sizes = {"model.num_layers": 4, "mesh.pipe": 4, "pipeline.num_microbatches": 2, "training.num_steps": 6, "training.eval_every": 3}
-    config = small_run(tmp_path / "four", corpus, **sizes, **{"mesh.tensor": 2, "checkpoint.every": 3})
+    sizes = {"model.num_layers": 4, "mesh.pipe": 4, "pipeline.num_microbatches": 2, "training.num_steps": 4, "training.eval_every": 4}
+    config = small_run(tmp_path / "four", corpus, **sizes, **{"mesh.tensor": 2, "checkpoint.every": 0})
     one = changed(config, run_dir=str(tmp_path / "one"))
     jobs = of_job(config, 4, free_port())
     assert run_job(jobs) == [0] * 4, said(config, 0)
     assert train_here(one) == 0
     for record, expected in zip(measured(config), measured(one), strict=True):
         assert record == pytest.approx(expected, rel=FORWARD)
-    assert saved_steps(config) == saved_steps(one) == [3, 6]
-    state, expected = read_state(config, 6), read_state(one, 6)
+    assert saved_steps(config) == saved_steps(one) == [4]
+    state, expected = read_state(config, 4), read_state(one, 4)
     assert state.keys() == expected.keys()
     # The bias of keys has no gradient but rounding, which Adam makes large.
     far = {path for path in state if relative_error(state[path], expected[path]) > FORWARD}
@@ -184,6 +185,32 @@ def test_processes_started_differently_are_refused(corpus, tmp_path, field, othe
     for config, process in ((first, 0), (second, 1)):
         assert said(config, process) == f"error: the processes of this job differ: {words}"
     assert not Path(str(first.run_dir)).exists()
+
+
+def set_variables(values: dict[str, str]) -> None:
+    os.environ.update(values)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}"},
+        {"SLURM_PROCID": "{}", "SLURM_NTASKS": "2", "SLURM_LOCALID": "{}", "SLURM_STEP_ID": "0"},
+        {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"},
+    ],
+)
+def test_a_launcher_makes_the_job(corpus, tmp_path, variables):
+    """Told by a difference, which is found once both are there."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [{name: value.format(process) for name, value in variables.items()} | address for process in (0, 1)]
+    configs = [
+        small_run(tmp_path / name, corpus, **{"mesh.replica": 2, "runtime.num_cpu_devices": 1, "seed": seed})
+        for name, seed in (("first", 4), ("second", 5))
+    ]
+    started = [start(config, partial(set_variables, environment)) for config, environment in zip(configs, environments, strict=True)]
+    assert [finish(process) for process in started] == [2, 2]
+    for config in configs:
+        assert re.search("seed is 4 on process 0 .* and 5 on process 1 ", said(config, 0))
 
 
 def test_another_corpus_under_the_same_name_is_refused(corpus, tmp_path):
