@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from giantjax import command_line
+from giantjax.benchmarks.compression import Compressed, compression
 from giantjax.benchmarks.learning import Learning, learning
 from giantjax.benchmarks.pipeline import Pipeline, pipeline
 from giantjax.benchmarks.step import Step, step
 from giantjax.errors import InputError, did_you_mean
 
 BENCHMARKS: dict[str, tuple[type, Callable[[Any], int]]] = {
+    "compression": (Compressed, compression),
     "learning": (Learning, learning),
     "pipeline": (Pipeline, pipeline),
     "step": (Step, step),
@@ -23,7 +25,7 @@ def main() -> int:
     if name in ("-h", "--help"):
         print(__doc__)
         for each, (kind, _) in BENCHMARKS.items():
-            print(f"  {each:10} {kind.__doc__}")
+            print(f"  {each:11} {kind.__doc__}")
         return 0
     if name not in BENCHMARKS:
         raise InputError(f"there is no benchmark {name}{did_you_mean(name, BENCHMARKS)} (there are {', '.join(BENCHMARKS)})")
