@@ -255,8 +255,13 @@ class Evaluation:
         size = self.config.training.global_batch_size
         rows = rows_here(self.placement, size)
         batches = (spread(batch, self.placement, size, rows) for batch in self._batches(self.data, rows))
-        sums = [self.eval_step(state.params, batch) for batch in batches]
-        losses, counts = np.array(jax.device_get(sums), np.float64).sum(axis=0)
+        running, sums = None, np.zeros(2)
+        for batch in batches:
+            # Read one step late, as in training: the device never waits, and no more than two steps hold memory, or threads
+            # of simulated devices, which wait for each other.
+            done, running = running, self.eval_step(state.params, batch)
+            sums += 0 if done is None else np.array(jax.device_get(done), np.float64)
+        losses, counts = sums + np.array(jax.device_get(running), np.float64)
         return float(losses / counts)
 
     def _batches(self, data: Source, rows: list[int]) -> Iterator[Batch]:
