@@ -17,9 +17,9 @@ from giantjax.training.stop import StopRequest
 
 POLL_SECONDS = 0.5
 """Between looks for a fault of another process."""
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 6.0
 """For which process 0, which holds the store, waits at a fault until the others have seen it; without it JAX aborts them."""
-LINGER_SECONDS = 5.0
+LINGER_SECONDS = 3.0
 """For which a process whose collectives broke off waits to be told why."""
 
 
