@@ -17,8 +17,10 @@ from giantjax.training.stop import StopRequest
 
 POLL_SECONDS = 0.5
 """Between looks for a fault of another process."""
-LINGER_SECONDS = 2.0
-"""For which a process at fault stays, so that the others see why: process 0 holds the store."""
+GRACE_SECONDS = 6.0
+"""For which process 0, which holds the store, waits at a fault until the others have seen it; without it JAX aborts them."""
+LINGER_SECONDS = 3.0
+"""For which a process whose collectives broke off waits to be told why."""
 
 
 def is_first() -> bool:
@@ -79,7 +81,7 @@ def faults_shared() -> Iterator[None]:
         code = report(error)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _set_once("fault", [jax.process_index(), code, str(error)])
-        time.sleep(LINGER_SECONDS)
+            _leave_seen()
         os._exit(code)
     finally:
         ended.set()
@@ -112,8 +114,18 @@ def _watch(ended: threading.Event) -> None:
         if found:
             process, code, sentence = found
             print(f"stopped with process {process}: {sentence}", file=sys.stderr, flush=True)
+            _leave_seen()
             # The main thread may be waiting for that process inside a collective.
             os._exit(code)
+
+
+def _leave_seen() -> None:
+    """Say that this process has seen the fault; process 0 waits for all to say so."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        _set_once(f"seen/{jax.process_index()}", True)
+        end = time.monotonic() + GRACE_SECONDS
+        while is_first() and len(_store().key_value_dir_get("giantjax/seen/")) < jax.process_count() and time.monotonic() < end:
+            time.sleep(POLL_SECONDS / 5)
 
 
 def _store() -> Any:

@@ -97,9 +97,9 @@ def check_run_directories(config: RunConfig, peers: Peers) -> RunDirectory:
         name = ""
         if first:
             check_run_directory(config)
-            for path in (run.path, *run.path.parents):
+            for path in reversed((run.path, *run.path.parents)):
                 if not path.exists():
-                    undo.callback(_remove_empty, path)
+                    undo.callback(_remove_empty, path)  # the deepest first
             run.path.mkdir(parents=True, exist_ok=True)
             name = os.path.basename(undo.enter_context(tempfile.NamedTemporaryFile(dir=run.path, prefix=".shared-")).name)
         probe = run.path / peers.settle(name, lambda names: names[0])

@@ -73,6 +73,11 @@ def said(config: RunConfig, process: int) -> str:
     return "\n".join(line for line in lines if "peer ranks" not in line)
 
 
+def trains(config: RunConfig) -> bool:
+    """Whether two steps were printed."""
+    return log_of(config).exists() and b"step 2/" in log_of(config).read_bytes()
+
+
 # ---- trained ----
 
 
@@ -107,7 +112,7 @@ def test_a_signal_to_one_stops_all_and_any_number_of_processes_goes_on(corpus, t
     config = small_run(tmp_path / "two", corpus, **changes)
 
     def terminate_one(started: list[ForkServerProcess]) -> None:
-        wait_until(lambda: b"step 2/" in log_of(config).read_bytes(), started[0])
+        wait_until(lambda: trains(config), started[0])
         assert started[1].pid is not None
         os.kill(started[1].pid, signal.SIGTERM)
 
@@ -155,7 +160,7 @@ def test_one_that_is_killed_stops_the_others(corpus, tmp_path):
     config = small_run(tmp_path / "run", corpus, **{"mesh.replica": 2, "training.eval_every": 0, "training.num_steps": 10000})
 
     def kill_one(started: list[ForkServerProcess]) -> None:
-        wait_until(lambda: b"step 2/" in log_of(config).read_bytes(), started[0])
+        wait_until(lambda: trains(config), started[0])
         started[1].kill()
 
     assert run_job(of_job(config, 2, free_port()), kill_one) == [3, -signal.SIGKILL]
@@ -229,17 +234,18 @@ def test_another_corpus_under_the_same_name_is_refused(corpus, tmp_path):
 
 
 def test_a_directory_of_ones_own_is_refused(corpus, tmp_path):
-    configs = of_job(small_run(Path("run"), corpus, **{"mesh.replica": 2, "runtime.start_timeout": 4.0}), 2, free_port())
+    configs = of_job(small_run(Path("run/new"), corpus, **{"mesh.replica": 2}), 2, free_port())
     configs = [changed(config, **{"runtime.start_timeout": 4.0}) for config in configs]
     for process in (0, 1):
         (tmp_path / str(process)).mkdir()
+    (tmp_path / "run").mkdir()  # for what they print
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         codes = run_job(configs, before_0=partial(os.chdir, tmp_path / "0"), before_1=partial(os.chdir, tmp_path / "1"))
         assert codes == [2, 2]
         for process in (0, 1):
             assert re.fullmatch(
-                r"error: the run directory run of process 1 \(\S+\) is not that of process 0 \(\S+\); with --run-dir name one .*",
+                r"error: the run directory run/new of process 1 \(\S+\) is not that of process 0 \(\S+\); with --run-dir name one .*",
                 said(configs[0], process),
             )
     assert not list(tmp_path.glob("[01]/*"))
