@@ -6,11 +6,13 @@ from typing import Any
 
 from giantjax import command_line
 from giantjax.benchmarks.learning import Learning, learning
+from giantjax.benchmarks.planner import Planner, planner
 from giantjax.benchmarks.step import Step, step
 from giantjax.errors import InputError, did_you_mean
 
 BENCHMARKS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "learning": (Learning, learning),
+    "planner": (Planner, planner),
     "step": (Step, step),
 }
 
