@@ -178,6 +178,9 @@ class MeshConfig:
     """Devices that share each layer."""
     replica: int = 1
     """Data-parallel groups across nodes."""
+    plan: Literal["config", "auto"] = "config"
+    """config: the degrees as they stand. auto: the planner chooses them at start for the GPUs there are, and with them
+    pipeline.microbatch_size, training.zero_stage and training.recompute, and prints its choice."""
     inside: tuple[str, ...] = ("tensor", "data")
     """Axes that stay inside a node, those that talk most first; the others may cross nodes."""
 
@@ -349,7 +352,7 @@ class RunConfig:
         self._check_batch()
         self._check_shares()
         simulated = self.runtime.num_cpu_devices
-        if simulated is not None and simulated != self.mesh.num_devices:
+        if simulated is not None and simulated != self.mesh.num_devices and self.mesh.plan == "config":
             mesh = self.mesh
             raise InputError(
                 f"runtime.num_cpu_devices is {simulated}, but mesh.pipe {mesh.pipe} x mesh.replica {mesh.replica} x mesh.data {mesh.data} "

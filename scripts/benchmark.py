@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from giantjax import command_line
+from giantjax.benchmarks.comparison import Published, published
 from giantjax.benchmarks.learning import Learning, learning
 from giantjax.benchmarks.planner import Planner, planner
 from giantjax.benchmarks.step import Step, step
@@ -13,6 +14,7 @@ from giantjax.errors import InputError, did_you_mean
 BENCHMARKS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "learning": (Learning, learning),
     "planner": (Planner, planner),
+    "published": (Published, published),
     "step": (Step, step),
 }
 

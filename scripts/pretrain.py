@@ -5,6 +5,7 @@ import sys
 
 from giantjax import command_line, runtime
 from giantjax.cluster import this_machine
+from giantjax.planner.automatic import resolve_mesh
 from giantjax.planner.fit import check_fits
 
 
@@ -13,7 +14,11 @@ def main() -> int:
     # Python's own handler would wait until a compilation is over.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = command_line.parse_run(sys.argv[1:], "Train a GPT, or go on training where its run directory stands.")
-    check_fits(config, this_machine(config.runtime.num_cpu_devices), map(command_line.preset, command_line.preset_names()))
+    machine = this_machine(config.runtime.num_cpu_devices)
+    config, choice = resolve_mesh(config, machine)
+    check_fits(config, machine, map(command_line.preset, command_line.preset_names()))
+    if choice:
+        print(choice)
 
     from giantjax.data.sources import open_sources
     from giantjax.training.run_directory import check_run_directory

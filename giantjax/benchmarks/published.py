@@ -237,7 +237,7 @@ def _link(text: str, gpu: GPU, per_node: int) -> NetworkLink:
         return network(fabric, gbits, cards)
     words = text.lower()
     kinds: dict[str, Fabric] = {"omni": "omni-path", "roce": "roce", "tcp": "tcp", "ethernet": "tcp"}
-    kind = next((fabric for word, fabric in kinds.items() if word in words), "infiniband")
+    kind: Fabric = next((fabric for word, fabric in kinds.items() if word in words), "infiniband")
     count, bits, octets = re.search(r"(\d+) ?x", words), re.search(r"([\d.]+) ?gb/s", text.lower()), re.search(r"([\d.]+) ?GB/s", text)
     gbits = 8 * float(octets[1]) if octets else float(bits[1]) if bits else 100.0
     if count:

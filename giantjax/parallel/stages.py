@@ -125,6 +125,9 @@ def apply_blocks(
         kept = ["qkv", "context", "residual", "up"] + (["attention_weights"] if kind == "none" else [])
         policy = jax.checkpoint_policies.save_only_these_names(*kept)
         return lax.scan(jax.checkpoint(one, policy=policy), boundary, stacked)[0]
+    if every == 1:
+        # Not grouped: the executor knows parameters by their identity, and would keep a reshaped copy of them in every slot.
+        return lax.scan(jax.checkpoint(one), boundary, stacked)[0]
     grouped = jax.tree.map(lambda a: a[:whole].reshape(whole // every, every, *a.shape[1:]), stacked)
     boundary, _ = lax.scan(jax.checkpoint(group), boundary, grouped)
     if whole < num_layers:

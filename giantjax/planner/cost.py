@@ -106,6 +106,11 @@ def _layer(processor: Processor, model: ModelConfig, plan: Plan, traits: Traits)
     again = 0.0
     if plan.recompute_kind == "full":
         again = whole.forward
+        if traits.execution == "lockstep" and plan.recompute == "full":
+            # No backward pass needs the result of a layer's last product.
+            again -= processor.dense(
+                plan.microbatch_size * model.sequence_length, model.inner_size / plan.tensor, model.hidden_size
+            ).forward
     elif plan.recompute_kind == "selective" and traits.attention != "flash":
         again = attention(processor, model, plan.microbatch_size, plan.tensor, traits).forward
     return Pass(whole.forward, whole.backward + again)
@@ -115,11 +120,11 @@ def _tensor_passes(plan: Plan, traits: Traits) -> Pass:
     """Reduce-scatters and all-gathers of a boundary in one block; an all-reduce is two.
 
     Two all-reduces forward and two backward (Shoeybi et al., 2019), or as many bytes in halves; with sequence parallelism the
-    inputs of weight gradients are gathered anew, unless forward runs again anyway.
+    inputs of weight gradients, and of what is redone, are gathered anew (three in the compiled step), unless forward runs again anyway.
     """
     if plan.recompute_kind == "full":
         return Pass(4.0, 8.0)
-    return Pass(4.0, 6.0 if traits.sequence_parallel else 4.0)
+    return Pass(4.0, 7.0 if traits.sequence_parallel else 4.0)
 
 
 def _layers(model: ModelConfig, plan: Plan, traits: Traits) -> float:

@@ -25,6 +25,11 @@ class Sizes:
     stage: float
     """Of the fullest stage."""
 
+    def exchanged(self, plan: Plan, traits: Traits) -> float:
+        """Those that a stage's data-parallel devices exchange among themselves: ours has the embedding on every stage of a pipeline,
+        and adds up its gradients over stages and data-parallel devices at once."""
+        return self.stage - (self.table if traits.execution == "lockstep" and plan.pipe > 1 else 0)
+
 
 def sizes_of(model: ModelConfig, plan: Plan, layers: float) -> Sizes:
     """Parameters on a device of the fullest stage, which holds `layers` layers."""
@@ -64,7 +69,7 @@ def exchange_seconds(
     contention = wires.constants.contention
 
     def one_pass(width: float) -> float:
-        return wires.one_pass(sizes.stage * width, where.data, rings, cards if plan.zero_stage >= 2 else None)
+        return wires.one_pass(sizes.exchanged(plan, traits) * width, where.data, rings, cards if plan.zero_stage >= 2 else None)
 
     if plan.zero_stage >= 2:
         gathers = 2 if plan.zero_stage == 3 else 1
@@ -75,27 +80,38 @@ def exchange_seconds(
     gathered = (2 if traits.shares_across else 4) if plan.zero_stage else traits.gradient_bytes
     moving = one_pass(traits.gradient_bytes) + one_pass(gathered)
     if plan.zero_stage and not traits.shares_across:
-        moving = _inside_first(sizes, where, traits, wires, rings)
+        moving = _inside_first(sizes, plan, where, traits, wires, rings)
     return max(0.0, moving - ending) + contention * min(moving, ending) if traits.overlap_data else moving
 
 
-def _inside_first(sizes: Sizes, where: Place, traits: Traits, wires: Wires, rings: float) -> float:
+def _inside_first(sizes: Sizes, plan: Plan, where: Place, traits: Traits, wires: Wires, rings: float) -> float:
     """Gradients scattered inside the node, shares reduced across nodes, parameters gathered inside."""
     inside, across = Span(where.data.inside, 1), Span(1, where.data.nodes)
-    share = sizes.stage / where.data.inside
+    share = sizes.exchanged(plan, traits) / where.data.inside
     scattered = wires.one_pass(sizes.stage * traits.gradient_bytes, inside, 1) + wires.one_pass(sizes.stage * 4, inside, 1)
     return scattered + 2 * wires.one_pass(share * traits.gradient_bytes, across, rings * where.data.inside)
 
 
+def tied_span(plan: Plan, where: Place, traits: Traits) -> Span:
+    """Devices that add up the gradients of the embedding: its first and last stage, or with us all stages and replicas of a share."""
+    crossing = -(-plan.pipe // where.stages_in_node)
+    if traits.execution == "asynchronous":
+        return Span(1, 2) if crossing > 1 else Span(2, 1)
+    nodes = crossing * where.data.nodes
+    members = plan.pipe * (plan.replica if plan.zero_stage else plan.ways)
+    return Span(max(1, members // nodes), nodes)
+
+
 def tied_seconds(sizes: Sizes, plan: Plan, cluster: Cluster, where: Place, traits: Traits, wires: Wires) -> float:
-    """Seconds to add up the gradients of the embedding, which the first and the last stage have, or with us every stage."""
+    """Seconds to add up the gradients of the embedding over stages."""
     if plan.pipe == 1:
         return 0.0
-    size = plan.pipe if traits.execution == "lockstep" else 2
-    nodes = max(1, size // where.stages_in_node)
-    held = sizes.table / (zero_ways(plan, traits) if plan.zero_stage and traits.execution == "lockstep" else 1)
-    rings = cluster.gpus_per_node / where.stages_in_node if nodes > 1 else 1
-    return 2 * wires.one_pass(held * traits.gradient_bytes, Span(max(1, size // nodes), nodes), rings)
+    span = tied_span(plan, where, traits)
+    share = plan.data if plan.zero_stage and traits.execution == "lockstep" else 1
+    rings = cluster.gpus_per_node / span.inside if span.nodes > 1 else 1
+    if traits.execution == "asynchronous" and span.nodes > 1:
+        rings = cluster.gpus_per_node / where.stages_in_node
+    return 2 * wires.one_pass(sizes.table * traits.gradient_bytes / share, span, rings)
 
 
 def optimizer_seconds(owned: float, plan: Plan, cluster: Cluster, processor: Processor, traits: Traits) -> float:

@@ -1,7 +1,7 @@
 """Bytes of a step between nodes and inside them."""
 
 from giantjax.planner.compute import Pass
-from giantjax.planner.exchange import Sizes
+from giantjax.planner.exchange import Sizes, tied_span
 from giantjax.planner.links import Place, Span
 from giantjax.planner.plan import Plan, Traits
 
@@ -30,15 +30,15 @@ def step_bytes(
 
     ticks = plan.num_microbatches + (plan.pipe - 1 if traits.execution == "lockstep" else 0)
     ring("tensor collectives", boundary, where.tensor, devices / plan.tensor, ticks * layers * (passes.forward + passes.backward))
-    groups = devices / plan.ways
+    groups, own = devices / plan.ways, sizes.exchanged(plan, traits)
     if plan.zero_stage >= 2:
         widths = (4 if plan.zero_stage == 3 else 2) + traits.gradient_bytes
         ring("shared parameters and gradients", sizes.stage * widths, where.data, groups, plan.num_microbatches)
     elif plan.zero_stage and not traits.shares_across:
         ring("gradients", sizes.stage * (traits.gradient_bytes + 4), Span(where.data.inside, 1), groups * where.data.nodes, 1)
-        ring("gradients", sizes.stage * 2 * traits.gradient_bytes, Span(1, where.data.nodes), groups, 1)
+        ring("gradients", own * 2 * traits.gradient_bytes / where.data.inside, Span(1, where.data.nodes), groups * where.data.inside, 1)
     else:
-        ring("gradients", sizes.stage * (traits.gradient_bytes + (2 if plan.zero_stage else traits.gradient_bytes)), where.data, groups, 1)
+        ring("gradients", own * (traits.gradient_bytes + (2 if plan.zero_stage else traits.gradient_bytes)), where.data, groups, 1)
     if plan.pipe > 1:
         copies = 1 if traits.sharded_boundary else plan.tensor
         sent = 2 * num_messages(plan, traits) * plan.ways * boundary * copies
@@ -46,15 +46,16 @@ def step_bytes(
         if crossing:
             network["pipeline messages"] = sent * crossing
         nvlink += sent * (plan.pipe - 1 - crossing)
-        held = sizes.table * traits.gradient_bytes * 2
-        if traits.execution == "lockstep":
-            copies_of = plan.replica if plan.zero_stage else plan.ways
-            ring("tied embedding", held, Span(where.stages_in_node, crossing + 1), plan.tensor * copies_of, 1)
-        else:
-            ring("tied embedding", held, Span(1, 2) if crossing else Span(2, 1), plan.tensor * plan.ways, 1)
+        span = tied_span(plan, where, traits)
+        ring("tied embedding", sizes.table * traits.gradient_bytes * 2 * _tied_groups(plan, traits), span, 1, 1)
     return network, nvlink
 
 
 def num_messages(plan: Plan, traits: Traits) -> int:
     """Messages on each boundary in each direction; a lockstep program sends in every tick that has the kind."""
     return (plan.num_microbatches + plan.pipe - 1 if traits.execution == "lockstep" else plan.num_microbatches) * plan.num_chunks
+
+
+def _tied_groups(plan: Plan, traits: Traits) -> int:
+    """How many whole embeddings are added up at once, one device's part of `tensor` counted as one."""
+    return plan.tensor * (plan.ways if traits.execution == "asynchronous" else 1)
