@@ -17,14 +17,14 @@ def main() -> int:
     machine = this_machine(config.runtime.num_cpu_devices)
     config, choice = resolve_mesh(config, machine)
     check_fits(config, machine, map(command_line.preset, command_line.preset_names()))
-    if choice:
-        print(choice)
 
     from giantjax.data.sources import open_sources
     from giantjax.training.run_directory import check_run_directory
 
     run = check_run_directory(config)
     train_data, validation_data = open_sources(config)
+    if choice:
+        print(choice)
     runtime.start(config.runtime)
 
     from giantjax.training.loop import train

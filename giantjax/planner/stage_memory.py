@@ -10,13 +10,22 @@ from giantjax.planner.plan import Plan, Traits
 RESERVED = 2**30
 """Bytes kept free of what JAX may take: NCCL's buffers, workspaces of matrix products, and what fragments leave unused. What
 `runtime.memory_fraction` leaves out holds the CUDA context."""
-LOGITS = 4
-"""fp32 arrays of logits that one microbatch in flight keeps: the logits, their exponentials and the gradients' parts. Our
-executor runs the head on every stage, so that every slot keeps them."""
-KEPT = 1.1
+SLACK = 0.06
+"""Share of the rest for what an allocator cannot hand out and for the estimate's own error."""
+DRIVER = 0.986
+"""Share of the datasheet's memory that a driver reports: 42,331,013,120 bytes of an A100-40GB, 33,871,364,096 of a V100-32GB."""
+
+# Fitted to `memory_analysis()` of 24 plans of gpt3_1b3, gpt3_6b7 and gpt13b compiled for A100-40GB (docs/planner.md): 2 % off on average.
+LOGITS = 3.3
+"""fp32 arrays of logits that a microbatch in flight keeps. Our executor runs the head on every stage, so every slot keeps them."""
+KEPT = 1.45
 """Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
-WORKING = 2
-"""Bytes a parameter of copies that a pipelined program makes of a stage's weights."""
+COPIES = 0.4
+"""Bytes a parameter of what the compiler sets aside beside gradients and compute copies."""
+PIPELINED = 2
+"""The same again where ticks are a loop."""
+WORKING = 1.3
+"""Bytes of one block's backward pass against those counted."""
 ADAM = 8
 """Bytes a parameter of two fp32 moments."""
 
@@ -39,12 +48,21 @@ class StageMemory:
     """fp32, of the last stage, or with us of every one."""
     working: int
     """What one block needs while its backward pass runs."""
-    reserved: int = RESERVED
+
+    @property
+    def program(self) -> int:
+        """What the compiled program takes."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def reserved(self) -> int:
+        """What else must be free."""
+        return RESERVED + int(SLACK * self.program)
 
     @property
     def total(self) -> int:
         """All of it."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return self.program + self.reserved
 
     @property
     def largest(self) -> tuple[str, int]:
@@ -55,7 +73,7 @@ class StageMemory:
 
 def usable_bytes(gpu: GPU, memory_fraction: float) -> int:
     """Bytes of a GPU that a program and RESERVED may take."""
-    return int(gpu.memory_bytes * memory_fraction)
+    return int(gpu.memory_bytes * DRIVER * memory_fraction)
 
 
 def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> float:
@@ -68,8 +86,8 @@ def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> fl
     tokens, hidden = plan.microbatch_size * model.sequence_length, model.hidden_size
     scores = 0 if traits.attention == "flash" or plan.recompute_kind != "none" else model.num_heads * model.sequence_length
     if traits.execution == "lockstep":
-        kept = hidden if plan.recompute_kind == "full" else 5 * hidden + model.inner_size + scores
-        return width * tokens * kept / plan.tensor * KEPT
+        kept = hidden if plan.recompute_kind == "full" else 5 * hidden + model.inner_size
+        return width * tokens * (KEPT * kept + scores) / plan.tensor
     if plan.recompute_kind == "full":
         return width * tokens * hidden
     return tokens * (10 * hidden + (24 * hidden + 2.5 * width * scores) / plan.tensor) * width / 2
@@ -86,7 +104,7 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     sizes = sizes_of(model, plan, layers)
     tokens = plan.microbatch_size * model.sequence_length
     rows = model.padded_vocabulary(plan.tensor) / plan.tensor
-    one_block = width * tokens * (16 * model.hidden_size + 2 * model.num_heads * model.sequence_length) / plan.tensor
+    one_block = WORKING * width * tokens * (16 * model.hidden_size + 2 * model.num_heads * model.sequence_length) / plan.tensor
     stages = []
     for stage in range(plan.pipe):
         at_end = lockstep or stage in (0, plan.pipe - 1)
@@ -95,7 +113,7 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         states, grads, params = (shared if plan.zero_stage >= level else 1 for level in (1, 2, 3))
         flying = in_flight(plan, traits, stage)
         if lockstep:
-            copies = held * ((width if width < 4 else 0) + (WORKING if plan.pipe > 1 else 0))
+            copies = held * (COPIES + (width if width < 4 else 0) + (PIPELINED if plan.pipe > 1 else 0))
             logits = LOGITS * 4 * tokens * rows * flying
         else:
             copies, logits = held * 2 / params, (2 * 4 * tokens * rows if stage == plan.pipe - 1 else 0)

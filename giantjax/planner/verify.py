@@ -23,7 +23,7 @@ def verify_plan(config: RunConfig, cluster: Cluster, priced: Priced) -> dict[str
     half = {"half": "fp16" if cluster.gpu.family == "V100" else "bf16", "fp32": "fp32"}
     report = compile_check.verify(config, cluster, half.get(priced.traits.precision))
     summary = dict(report.summary())
-    estimate = priced.fullest.total - priced.fullest.reserved
+    estimate = priced.fullest.program
     memory, sent = summary["memory_bytes"], summary["network_bytes_per_step"]
     print(
         f"verified: compiled for {cluster.gpu.name} in {summary['compile_s']:.0f} s; {memory / 2**30:.1f} GiB on each GPU, "
