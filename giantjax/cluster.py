@@ -64,11 +64,18 @@ class Cluster:
     num_nodes: int
     gpus_per_node: int = 8
     network: NetworkLink = field(default_factory=lambda: network("infiniband", 100))
+    node: str = ""
+    """Kind of node where it is not the usual one: `DGX-2` joins its V100 by a switch, `DGX-1V` eight of them in a cube mesh."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
+
+    @property
+    def switched(self) -> bool:
+        """Whether every GPU of a node reaches every other over all of its NVLinks."""
+        return self.gpu.family != "V100" or self.gpus_per_node > 8 or self.node == "DGX-2"
 
     @property
     def description(self) -> str:

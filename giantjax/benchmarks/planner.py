@@ -121,7 +121,12 @@ class Family(NamedTuple):
     rows: list[Row]
     plans: int
     tau: float
-    """Kendall's, of seconds a sample; a plan that was measured several times counts with the median."""
+    """Kendall's, of seconds a token; a plan that was measured several times counts with the median."""
+
+    @property
+    def one_window(self) -> bool:
+        """Whether all plans have the same sequence length, so that only the layout tells them apart."""
+        return len({row.model.sequence_length for row in self.rows}) == 1
 
 
 def _families(rows: Sequence[Row], errors: Float[np.ndarray, "rows"]) -> list[Family]:
@@ -132,9 +137,9 @@ def _families(rows: Sequence[Row], errors: Float[np.ndarray, "rows"]) -> list[Fa
     for places in members.values():
         plans: dict[object, list[int]] = defaultdict(list)
         for place in places:
-            plans[rows[place].plan, rows[place].traits].append(place)
+            plans[rows[place].plan, rows[place].traits, rows[place].model].append(place)
         if len(plans) >= SMALLEST_FAMILY:
-            pace = np.array([rows[place].seconds / rows[place].samples for place in range(len(rows))])
+            pace = np.array([row.pace for row in rows])
             measured = [float(np.median(pace[plan])) for plan in plans.values()]
             predicted = [float(np.median((pace * np.exp(errors))[plan])) for plan in plans.values()]
             found.append(Family([rows[place] for place in places], len(plans), kendall(measured, predicted)))
@@ -182,10 +187,14 @@ def _print_sources(console: Console, rows: Sequence[Row], errors: Float[np.ndarr
 def _print_families(console: Console, families: Sequence[Family]) -> None:
     for family in families:
         first = family.rows[0]
-        model = f"{first.model.num_layers} layers of {first.model.hidden_size}, {first.model.num_heads} heads"
         console.print(
-            f"tau {family.tau:.2f}: {family.plans} plans ({len(family.rows)} rows) of {first.source}, {model}, on "
-            f"{first.cluster.num_gpus} {first.cluster.gpu.name}"
+            f"tau {family.tau:.2f}: {family.plans} plans ({len(family.rows)} rows) of {first.source}, {first.name}, on "
+            f"{first.cluster.num_gpus} {first.cluster.gpu.name}{'' if family.one_window else ', windows of several lengths'}"
+        )
+    alike = [family.tau for family in families if family.one_window]
+    if alike:
+        console.print(
+            f"tau of the {len(alike)} families whose plans have one window: mean {np.mean(alike):.2f}, of all {len(families)} below"
         )
 
 

@@ -64,8 +64,13 @@ class Row:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What plans have in common that may be ordered."""
-        return (self.source, self.model, self.cluster.gpu.name, self.cluster.num_gpus)
+        """What plans that may be ordered have in common: the source's own name for the model, and the cluster."""
+        return (self.source, self.name, self.cluster.gpu.name, self.cluster.num_gpus)
+
+    @property
+    def pace(self) -> float:
+        """Measured seconds a token, so that neither a larger batch nor a longer window is slower for that alone."""
+        return self.seconds / self.samples / self.model.sequence_length
 
     def predicted(self, constants: Constants) -> float:
         """Seconds of one step by the cost model."""
@@ -114,7 +119,7 @@ def _row(line: int, cells: Mapping[str, str]) -> Row:
     link = _link(cells["inter_node_link"], gpu, per_node)
     if gpus > per_node and not cells["inter_node_link"]:
         notes.append("network")
-    cluster = Cluster(cells["gpu"], gpu, gpus // per_node, per_node, link)
+    cluster = Cluster(cells["gpu"], gpu, gpus // per_node, per_node, link, "DGX-2" if "DGX-2" in cells["gpu"] else "")
     zero = re.match("[0-3]", cells["zero_stage"])
     chunks = re.search(r"VP=(\d+)", cells["schedule"])
     data = math.gcd(ways, max(1, per_node // tensor))

@@ -17,7 +17,9 @@ SHARDED = ("fsdp", "torchtitan", "pax", "maxtext", "fairscale")
 
 def traits_of(cells: Mapping[str, str], gpu: GPU, plan: Plan) -> Traits:
     """What the program of a row does, by its source, model, precision and schedule."""
-    text = " ".join(cells[name] for name in ("source", "model", "precision", "schedule", "recompute")).lower()
+    # The address after a source's name tells who published, which is not who programmed.
+    name = cells["source"].partition(" ")[0]
+    text = " ".join([name, *(cells[column] for column in ("model", "precision", "schedule", "recompute"))]).lower()
     precision = cells["precision"].lower()
 
     def has(words: tuple[str, ...]) -> bool:
@@ -30,7 +32,8 @@ def traits_of(cells: Mapping[str, str], gpu: GPU, plan: Plan) -> Traits:
         attention="flash" if blockwise else "eager" if eager else "fused",
         elementwise="compiled" if compiled else "eager" if eager else "fused",
         precision="eighth" if "fp8" in precision or "float8" in precision else "fp32" if precision == "fp32" else "half",
-        overlap_data=compiled or has(SHARDED) or plan.zero_stage == 3,
+        # Where tensor parallelism keeps the one stream of collectives busy, gradients wait for the end of it.
+        overlap_data=(compiled and plan.tensor == 1) or has(SHARDED) or plan.zero_stage == 3,
         gathers="parameter" if plan.zero_stage == 3 and not compiled and not has(SHARDED) else "layer",
         overlap_pipe=compiled,
         sequence_parallel="sequence parallel" in text,

@@ -11,47 +11,47 @@ from dataclasses import asdict, dataclass
 class Constants:
     """Shares of line rates, and what is paid by the piece."""
 
-    gemm_v100: float = 0.719
+    gemm_v100: float = 0.7206
     """Share of a V100's tensor-core peak that large fp16 matrix products reach."""
-    gemm_a100: float = 0.748
+    gemm_a100: float = 0.7522
     """The same of an A100."""
-    gemm_h100: float = 0.687
+    gemm_h100: float = 0.6844
     """The same of an H100 or H200, which power limits."""
-    small_tile: float = 0.666
+    small_tile: float = 0.9334
     """Speed of a matrix product in tiles half as large as 256 x 128, a tile's worth."""
-    half_depth: float = 96.6
+    half_depth: float = 94.27
     """Contracted size at which a matrix product runs at half speed."""
-    memory: float = 0.828
+    memory: float = 0.7981
     """Share of a GPU's memory bandwidth that elementwise work reaches."""
-    flash: float = 0.427
+    flash: float = 0.4499
     """Share of the tensor-core rate that blockwise attention reaches forward."""
-    flash_backward: float = 0.693
+    flash_backward: float = 0.6489
     """Its backward rate, as a share of the forward rate."""
-    misaligned: float = 0.0842
+    misaligned: float = 0.0847
     """Speed of attention whose head size is no multiple of 8: tensor cores need 16 bytes in a row."""
-    eager: float = 1.23
+    eager: float = 1.462
     """Bytes moved by elementwise work, a kernel an operation, against kernels fused by hand."""
-    compiled: float = 0.758
+    compiled: float = 0.6263
     """The same of a compiler's fusions."""
-    nvlink: float = 0.522
+    nvlink: float = 0.5185
     """Share of NVLink's line rate that collectives reach in training."""
-    collective_latency: float = 59.7e-6
+    collective_latency: float = 52.2e-6
     """Seconds of one pass of a collective beside its bytes."""
-    launch: float = 8.1e-6
+    launch: float = 9.24e-6
     """Seconds between one kernel and the next."""
-    contention: float = 0.789
+    contention: float = 0.5934
     """Share of a transfer's time that computing meanwhile is slowed by."""
-    omni_path: float = 0.214
+    omni_path: float = 0.1984
     """Share of the line rate of Omni-Path staged through host memory (V100 nodes)."""
-    omni_path_direct: float = 0.326
+    omni_path_direct: float = 0.3228
     """The same where cards reach GPU memory (A100 nodes)."""
-    infiniband: float = 0.612
+    infiniband: float = 0.6252
     """Share of InfiniBand's line rate."""
     roce: float = 0.75
     """Share of RDMA over Ethernet's line rate."""
-    eighth: float = 0.736
+    eighth: float = 0.7474
     """Speed of 8-bit matrix products against twice that of 16-bit ones: scaling factors and casts."""
-    host: float = 0.539
+    host: float = 0.5393
     """Share of PCIe's and host memory's line rates that offloading reaches."""
 
 
@@ -67,9 +67,9 @@ PRIORS: dict[str, tuple[float, float]] = {
     "half_depth": (100.0, 0.35),
     # Stream-like kernels: 0.75 to 0.9 of the datasheet.
     "memory": (0.80, 0.10),
-    # Dao et al. (2022), the Triton kernel: 90 to 130 of 312 TFLOP/s with the causal half skipped, backward slower.
+    # The Triton kernel in Dao (2023), figures 4 to 6: 90 to 150 of 312 TFLOP/s with the causal half skipped, backward 0.6 to 0.8 of that.
     "flash": (0.45, 0.35),
-    "flash_backward": (0.80, 0.35),
+    "flash_backward": (0.70, 0.35),
     # CUDA cores instead of tensor cores: 31 of 125 TFLOP/s at best.
     "misaligned": (0.12, 0.35),
     # Bytes counted by hand for Megatron-LM's operations with and without its fused kernels, and under XLA.

@@ -58,8 +58,9 @@ def exchange_seconds(
 ) -> float:
     """Seconds by which data parallelism makes the step longer.
 
-    ZeRO 2 and 3 gather parameters and scatter gradients in every microbatch, over the work `cover` of one; otherwise gradients are
-    reduced once, after the last microbatch or over `ending`, its backward layers.
+    ZeRO 2 and 3 gather parameters and scatter gradients in every microbatch, over the work `cover` of one, whose layers wait for
+    what they need; otherwise gradients are reduced once, after the last microbatch or over `ending`, its backward layers, which
+    only the part of the transfer inside the node disturbs.
     """
     if plan.ways == 1:
         return 0.0
@@ -81,7 +82,10 @@ def exchange_seconds(
     moving = one_pass(traits.gradient_bytes) + one_pass(gathered)
     if plan.zero_stage and not traits.shares_across:
         moving = _inside_first(sizes, plan, where, traits, wires, rings)
-    return max(0.0, moving - ending) + contention * min(moving, ending) if traits.overlap_data else moving
+    if not traits.overlap_data:
+        return moving
+    inside = 2 * wires.one_pass(sizes.exchanged(plan, traits) * traits.gradient_bytes, Span(where.data.inside, 1), 1)
+    return max(0.0, moving - ending) + contention * min(inside, ending)
 
 
 def _inside_first(sizes: Sizes, plan: Plan, where: Place, traits: Traits, wires: Wires, rings: float) -> float:

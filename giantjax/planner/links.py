@@ -60,7 +60,7 @@ class Wires:
         """Bytes/s of each GPU in a collective of `num_gpus` GPUs of a node."""
         whole = self.cluster.gpu.nvlink_bandwidth * self.constants.nvlink
         # Without a switch a GPU reaches each of its quad's three others over a third of its links.
-        return whole * min(1.0, (num_gpus - 1) / 3) if self.cluster.gpu.family == "V100" else whole
+        return whole if self.cluster.switched else whole * min(1.0, (num_gpus - 1) / 3)
 
     def one_pass(self, num_bytes: float, span: Span, rings: float, cards: float | None = None) -> float:
         """Seconds of a reduce-scatter or an all-gather of `num_bytes`; an all-reduce is two.

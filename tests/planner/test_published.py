@@ -125,5 +125,5 @@ def test_published_step_times_are_predicted(shared, capsys):
     median, percentile, tau, rows = found["zero-shot"]
     assert median <= 12 and percentile <= 35 and rows >= 365
     median, percentile, _, _ = found["calibrated"]
-    assert median <= 8 and percentile <= 28
-    assert tau >= 0.5  # 0.8 is wanted; docs/planner.md says what stands in the way
+    assert median <= 8 and percentile <= 25
+    assert tau >= 0.8
