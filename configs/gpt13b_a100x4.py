@@ -3,7 +3,7 @@
     python scripts/plan.py --config gpt13b_a100x4 --cluster a100x4-rdma800
     python scripts/pretrain.py --config gpt13b_a100x4 --data.train data/train --data.validation data/validation
 
-Hardware: 32 A100-40GB; expected: 7.4 s a step, 208 samples/s (docs/planner.md).
+Hardware: 32 A100-40GB; expected: 7.2 s a step, 214 samples/s (docs/planner.md).
 """
 
 from dataclasses import replace

@@ -19,5 +19,5 @@ def config() -> RunConfig:
         name="gpt13b_v100x4",
         training=replace(base.training, zero_stage=1, recompute="none"),
         mesh=MeshConfig(pipe=4, data=2, tensor=4),
-        pipeline=replace(base.pipeline, microbatch_size=16),
+        pipeline=replace(base.pipeline, microbatch_size=12),
     )

@@ -11,6 +11,8 @@ COMPILED = ("oneflow", "libai", "parax", "alpa", "jax", "maxtext", "xla", "compi
 """A compiler joins their elementwise work."""
 EAGER = ("fsdp", "hf ", "hugging", "transformers", "dlperf-deepspeed", "fairscale", "colossal")
 """A kernel an operation: plain PyTorch, and the Megatron-LM of 2019 in DeepSpeed's examples."""
+MODERN = ("megatron", "nemo", "megascale", "torchtitan")
+"""Since 2023, when they came to run on the H100, these overlap what they exchange, and share what tensor-parallel devices did alike."""
 SHARDED = ("fsdp", "torchtitan", "pax", "maxtext", "fairscale")
 """Parameters are shared by layer, not each on its own."""
 
@@ -27,16 +29,18 @@ def traits_of(cells: Mapping[str, str], gpu: GPU, plan: Plan) -> Traits:
 
     compiled, eager = has(COMPILED), has(EAGER)
     blockwise = has(BLOCKWISE) or precision.startswith("te") or gpu.family in ("H100", "H200")
+    modern = has(MODERN) and blockwise
     old = not blockwise and gpu.family in ("V100", "A100")
     return Traits(
-        attention="flash" if blockwise else "eager" if eager else "fused",
+        attention="native" if modern else "flash" if blockwise else "eager" if eager else "fused",
         elementwise="compiled" if compiled else "eager" if eager else "fused",
         precision="eighth" if "fp8" in precision or "float8" in precision else "fp32" if precision == "fp32" else "half",
         # Where tensor parallelism keeps the one stream of collectives busy, gradients wait for the end of it.
-        overlap_data=(compiled and plan.tensor == 1) or has(SHARDED) or plan.zero_stage == 3,
+        overlap_data=(compiled and plan.tensor == 1) or has(SHARDED) or plan.zero_stage == 3 or modern,
         gathers="parameter" if plan.zero_stage == 3 and not compiled and not has(SHARDED) else "layer",
-        overlap_pipe=compiled,
-        sequence_parallel="sequence parallel" in text,
+        overlap_pipe=compiled or modern,
+        overlap_tensor=modern,
+        sequence_parallel=modern or "sequence parallel" in text,
         sharded_boundary=plan.tensor > 1,
         gradient_bytes=4 if "default" in precision else 2,
         casts_weights="amp" in precision,

@@ -11,47 +11,49 @@ from dataclasses import asdict, dataclass
 class Constants:
     """Shares of line rates, and what is paid by the piece."""
 
-    gemm_v100: float = 0.7206
+    gemm_v100: float = 0.7099
     """Share of a V100's tensor-core peak that large fp16 matrix products reach."""
-    gemm_a100: float = 0.7522
+    gemm_a100: float = 0.7406
     """The same of an A100."""
-    gemm_h100: float = 0.6844
+    gemm_h100: float = 0.674
     """The same of an H100 or H200, which power limits."""
-    small_tile: float = 0.9334
+    small_tile: float = 0.8936
     """Speed of a matrix product in tiles half as large as 256 x 128, a tile's worth."""
-    half_depth: float = 94.27
+    half_depth: float = 99.36
     """Contracted size at which a matrix product runs at half speed."""
-    memory: float = 0.7981
+    memory: float = 0.7789
     """Share of a GPU's memory bandwidth that elementwise work reaches."""
-    flash: float = 0.4499
+    flash: float = 0.453
     """Share of the tensor-core rate that blockwise attention reaches forward."""
-    flash_backward: float = 0.6489
+    flash_backward: float = 0.6444
     """Its backward rate, as a share of the forward rate."""
-    misaligned: float = 0.0847
+    misaligned: float = 0.08581
     """Speed of attention whose head size is no multiple of 8: tensor cores need 16 bytes in a row."""
-    eager: float = 1.462
+    eager: float = 1.418
     """Bytes moved by elementwise work, a kernel an operation, against kernels fused by hand."""
-    compiled: float = 0.6263
+    compiled: float = 0.6385
     """The same of a compiler's fusions."""
-    nvlink: float = 0.5185
+    nvlink: float = 0.5989
     """Share of NVLink's line rate that collectives reach in training."""
-    collective_latency: float = 52.2e-6
+    collective_latency: float = 31.5e-6
     """Seconds of one pass of a collective beside its bytes."""
-    launch: float = 9.24e-6
+    launch: float = 4.12e-6
     """Seconds between one kernel and the next."""
-    contention: float = 0.5934
+    contention: float = 0.6472
     """Share of a transfer's time that computing meanwhile is slowed by."""
-    omni_path: float = 0.1984
+    omni_path: float = 0.2037
     """Share of the line rate of Omni-Path staged through host memory (V100 nodes)."""
-    omni_path_direct: float = 0.3228
+    omni_path_direct: float = 0.3164
     """The same where cards reach GPU memory (A100 nodes)."""
-    infiniband: float = 0.6252
-    """Share of InfiniBand's line rate."""
+    infiniband: float = 0.6214
+    """Share of InfiniBand's line rate, from V100 nodes behind PCIe 3."""
+    infiniband_direct: float = 0.7958
+    """The same from A100 and later nodes, a card beside each pair of GPUs."""
     roce: float = 0.75
     """Share of RDMA over Ethernet's line rate."""
-    eighth: float = 0.7474
+    eighth: float = 0.7316
     """Speed of 8-bit matrix products against twice that of 16-bit ones: scaling factors and casts."""
-    host: float = 0.5393
+    host: float = 0.5396
     """Share of PCIe's and host memory's line rates that offloading reaches."""
 
 
@@ -75,18 +77,20 @@ PRIORS: dict[str, tuple[float, float]] = {
     # Bytes counted by hand for Megatron-LM's operations with and without its fused kernels, and under XLA.
     "eager": (1.6, 0.35),
     "compiled": (0.8, 0.35),
-    # nccl-tests: 200 of 300 GB/s on 8 A100 (github.com/NVIDIA/nccl-tests/issues/149), 124 of 150 on 4 V100 (BigScience); less beside
-    # matrix products.
-    "nvlink": (0.60, 0.30),
-    # 102 us for 1 MiB over 8 A100, two passes (github.com/stas00/ml-engineering network).
-    "collective_latency": (50e-6, 0.50),
-    "launch": (8e-6, 0.35),
+    # nccl-tests on 8 A100: 171 to 194 of 300 GB/s for 64 to 256 MiB, 235 for 16 GiB (github.com/stas00/ml-engineering network); 124 of 150
+    # on 4 V100 (BigScience).
+    "nvlink": (0.65, 0.10),
+    # The same table: 44 us for 32 KiB and 102 us for 1 MiB, in two passes.
+    "collective_latency": (30e-6, 0.30),
+    # Launches run ahead of the GPU; what is left is the tail of one kernel and the head of the next.
+    "launch": (4e-6, 0.20),
     "contention": (0.40, 0.35),
     # BigScience experiments/bandwidth: 54 to 85 of 400 Gb/s.
     "omni_path": (0.16, 0.35),
     "omni_path_direct": (0.50, 0.35),
-    # giantjax.network.ACHIEVED are nccl-tests' figures; a step's collectives are smaller and colder.
+    # nccl-tests: 0.85 to 0.96 on A100 (issue 119), 0.5 on V100 with two NVLinks (issue 29); a step's collectives are smaller and colder.
     "infiniband": (0.70, 0.15),
+    "infiniband_direct": (0.80, 0.10),
     "roce": (0.75, 0.10),
     "eighth": (0.75, 0.35),
     "host": (0.50, 0.35),

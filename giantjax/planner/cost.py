@@ -9,10 +9,13 @@ from giantjax.planner.compute import Pass, Processor
 from giantjax.planner.constants import FITTED, Constants
 from giantjax.planner.exchange import accumulated_bytes, exchange_seconds, optimizer_seconds, sizes_of, tied_seconds, zero_ways
 from giantjax.planner.flops import flops_per_sample
-from giantjax.planner.layer import attention, block, embedding, head
+from giantjax.planner.layer import BLOCKWISE, attention, block, embedding, head
 from giantjax.planner.links import Wires, place
 from giantjax.planner.plan import Plan, Traits
 from giantjax.planner.traffic import step_bytes
+
+TENSOR_HIDDEN = 0.7
+"""Share of tensor-parallel collectives that lies over products where a program splits both (Transformer Engine's user buffers)."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
     lockstep = traits.execution == "lockstep"
     boundary = plan.microbatch_size * model.sequence_length * model.hidden_size * processor.width
     gather = wires.one_pass(boundary, where.tensor, cluster.gpus_per_node / where.tensor.inside) if plan.tensor > 1 else 0.0
+    if traits.overlap_tensor:
+        gather *= 1 - TENSOR_HIDDEN
     passes = _tensor_passes(plan, traits)
     layer = _layer(processor, model, plan, traits) + passes.times(gather)
     layers = _layers(model, plan, traits)
@@ -111,7 +116,7 @@ def _layer(processor: Processor, model: ModelConfig, plan: Plan, traits: Traits)
             again -= processor.dense(
                 plan.microbatch_size * model.sequence_length, model.inner_size / plan.tensor, model.hidden_size
             ).forward
-    elif plan.recompute_kind == "selective" and traits.attention != "flash":
+    elif plan.recompute_kind == "selective" and traits.attention not in BLOCKWISE:
         again = attention(processor, model, plan.microbatch_size, plan.tensor, traits).forward
     return Pass(whole.forward, whole.backward + again)
 

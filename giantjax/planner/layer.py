@@ -8,6 +8,7 @@ FLASH_RATE = {"V100": 125e12, "A100": 312e12}
 """FLOP/s of the tensor-core instructions that blockwise kernels use, by family; of others the next."""
 FLASH_RATE_LATER = 515e12
 """Ampere's instructions on an H100: 1.65 times an A100, by multiprocessors and clock."""
+BLOCKWISE = ("flash", "native")
 KERNELS = {"eager": 20, "fused": 10, "compiled": 6}
 """Elementwise kernels of a block, forward."""
 
@@ -23,8 +24,9 @@ def attention(processor: Processor, model: ModelConfig, microbatch: int, tensor:
     length, size, heads = model.sequence_length, model.head_size, model.num_heads / tensor
     elements = microbatch * heads * length * length
     speed = 1.0 if size % 8 == 0 else constants.misaligned
-    if traits.attention == "flash":
-        rate = FLASH_RATE.get(processor.gpu.family, FLASH_RATE_LATER) * constants.flash * speed
+    if traits.attention in BLOCKWISE:
+        slower = processor.gpu.half_flops if traits.attention == "native" else FLASH_RATE_LATER
+        rate = FLASH_RATE.get(processor.gpu.family, slower) * constants.flash * speed
         flops = 2.0 * elements * size
         return Pass(flops / rate + constants.launch, 2.5 * flops / (rate * constants.flash_backward) + 3 * constants.launch)
     products = processor.product(length, length, size, microbatch * heads, attention=True)
@@ -43,7 +45,7 @@ def elementwise(processor: Processor, model: ModelConfig, microbatch: int, tenso
     """LayerNorms, biases, GELU, dropout and residuals of a block; backward moves half as much again."""
     constants, width, hidden = processor.constants, processor.width, model.hidden_size
     norms, residuals = 4 * width * hidden, 2 * hidden * (3 * width + int(traits.dropout))
-    inside = 2 * width * model.inner_size + (2 if traits.attention == "flash" else 6) * width * hidden
+    inside = 2 * width * model.inner_size + (2 if traits.attention in BLOCKWISE else 6) * width * hidden
     factor = {"eager": constants.eager, "fused": 1.0, "compiled": constants.compiled}[traits.elementwise]
     outside = (norms + residuals) / (tensor if traits.sequence_parallel else 1)
     tokens = microbatch * model.sequence_length

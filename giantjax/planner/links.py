@@ -48,7 +48,7 @@ class Wires:
         through_host = cluster.gpu.family == "V100"
         fitted = {
             "omni-path": constants.omni_path if through_host else constants.omni_path_direct,
-            "infiniband": constants.infiniband,
+            "infiniband": constants.infiniband if through_host else constants.infiniband_direct,
             "roce": constants.roce,
         }
         # A measured or configured share that is lower holds.

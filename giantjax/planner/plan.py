@@ -49,8 +49,9 @@ class Plan:
 class Traits:
     """What a program does, as far as it shows in its speed. No trait is a number that was fitted to one program."""
 
-    attention: Literal["eager", "fused", "flash"] = "fused"
-    """A kernel an operation; mask and softmax in one kernel; or blockwise, scores never written, masked blocks skipped."""
+    attention: Literal["eager", "fused", "flash", "native"] = "fused"
+    """A kernel an operation; mask and softmax in one kernel; blockwise, scores never written, masked blocks skipped; or the same in
+    the newest instructions of the GPU, as cuDNN and FlashAttention-3 have it on an H100."""
     elementwise: Literal["eager", "fused", "compiled"] = "fused"
     """A kernel an operation; bias, GELU, dropout and residual joined by hand; or joined wherever possible by a compiler."""
     precision: Precision = "half"
@@ -60,6 +61,8 @@ class Traits:
     """Whether shared parameters are gathered a layer at a time, or each on its own."""
     overlap_pipe: bool = False
     """Boundary activations travel while layers compute."""
+    overlap_tensor: bool = False
+    """Tensor-parallel collectives travel in pieces while the products beside them run."""
     sequence_parallel: bool = False
     """What tensor-parallel devices would all do, LayerNorms and residuals, is divided among them too."""
     shares_across: bool = True

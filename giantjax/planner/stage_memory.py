@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from giantjax.cluster import GPU
 from giantjax.config import ModelConfig
 from giantjax.planner.exchange import sizes_of, zero_ways
+from giantjax.planner.layer import BLOCKWISE
 from giantjax.planner.plan import Plan, Traits
 
 RESERVED = 2**30
@@ -84,7 +85,7 @@ def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> fl
     bytes a token, of which LayerNorms and residuals, 10 h, are not divided.
     """
     tokens, hidden = plan.microbatch_size * model.sequence_length, model.hidden_size
-    scores = 0 if traits.attention == "flash" or plan.recompute_kind != "none" else model.num_heads * model.sequence_length
+    scores = 0 if traits.attention in BLOCKWISE or plan.recompute_kind != "none" else model.num_heads * model.sequence_length
     if traits.execution == "lockstep":
         kept = hidden if plan.recompute_kind == "full" else 5 * hidden + model.inner_size
         return width * tokens * (KEPT * kept + scores) / plan.tensor
