@@ -16,16 +16,19 @@ SLACK = 0.06
 DRIVER = 0.986
 """Share of the datasheet's memory that a driver reports: 42,331,013,120 bytes of an A100-40GB, 33,871,364,096 of a V100-32GB."""
 
-# Fitted to `memory_analysis()` of 24 plans of gpt3_1b3, gpt3_6b7 and gpt13b compiled for A100-40GB (docs/planner.md): 2 % off on average.
-LOGITS = 3.3
+# Fitted to `memory_analysis()` of 26 plans of gpt3_1b3, gpt3_6b7, gpt13b and gpt3_175b compiled for A100-40GB (docs/planner.md): 2 % off
+# on average, 6 % at most.
+LOGITS = 3.2
 """fp32 arrays of logits that a microbatch in flight keeps. Our executor runs the head on every stage, so every slot keeps them."""
-KEPT = 1.45
+HEAD_INPUT = 7.3
+"""Bytes a token and unit of width that the same slot keeps of the head's input, gathered over `tensor`."""
+KEPT = 1.36
 """Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
-COPIES = 0.4
+COPIES = 0.36
 """Bytes a parameter of what the compiler sets aside beside gradients and compute copies."""
-PIPELINED = 2
+PIPELINED = 1.93
 """The same again where ticks are a loop."""
-WORKING = 1.3
+WORKING = 1.5
 """Bytes of one block's backward pass against those counted."""
 ADAM = 8
 """Bytes a parameter of two fp32 moments."""
@@ -46,7 +49,7 @@ class StageMemory:
     activations: int
     """What microbatches in flight keep for their backward pass."""
     logits: int
-    """fp32, of the last stage, or with us of every one."""
+    """fp32, and the head's input, of the last stage or with us of every one."""
     working: int
     """What one block needs while its backward pass runs."""
 
@@ -115,7 +118,7 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         flying = in_flight(plan, traits, stage)
         if lockstep:
             copies = held * (COPIES + (width if width < 4 else 0) + (PIPELINED if plan.pipe > 1 else 0))
-            logits = LOGITS * 4 * tokens * rows * flying
+            logits = (LOGITS * 4 * rows + HEAD_INPUT * model.hidden_size) * tokens * flying
         else:
             copies, logits = held * 2 / params, (2 * 4 * tokens * rows if stage == plan.pipe - 1 else 0)
         stages.append(
