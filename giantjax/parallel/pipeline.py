@@ -98,7 +98,10 @@ class _Stage:
         entering = varying(self.model.embed(shared, batch, self.step))
         x = entering if self.num_stages == 1 else _where(self.index == 0, entering, boundary)
         x = apply_blocks(self.model, params, self.layers, x, batch, self.step, self.recompute, self.padded)
-        loss, metrics = self.model.loss(shared, x, batch, self.step)
+        # Full recompute keeps a stage's input alone: logits in every slot would outweigh it many times.
+        remade = self.num_stages > 1 and self.recompute.startswith("full")
+        loss_of = jax.checkpoint(self.model.loss) if remade else self.model.loss
+        loss, metrics = loss_of(shared, x, batch, self.step)
         # Dividing here, not at the end, scales the gradients too.
         loss, metrics = varying(jax.tree.map(lambda total: total / self.denominator, (loss, metrics)), MICROBATCH_AXES)
         if self.num_stages > 1:

@@ -66,6 +66,8 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
     if lockstep:
         # Every stage runs embedding and head in every tick, in most for nothing.
         work = layer.times(layers) + first + last
+        if plan.pipe > 1 and plan.recompute_kind == "full":
+            work += Pass(0.0, last.forward)
         stages = [work.forward + work.backward + per_microbatch] * plan.pipe
         duration = timeline.lockstep(plan.schedule, plan.pipe, plan.num_microbatches, work.forward, work.backward + per_microbatch, hop)
     else:

@@ -19,9 +19,12 @@ DRIVER = 0.986
 # Fitted to `memory_analysis()` of 26 plans of gpt3_1b3, gpt3_6b7, gpt13b and gpt3_175b compiled for A100-40GB (docs/planner.md): 2 % off
 # on average, 6 % at most.
 LOGITS = 3.2
-"""fp32 arrays of logits that a microbatch in flight keeps. Our executor runs the head on every stage, so every slot keeps them."""
-HEAD_INPUT = 7.3
-"""Bytes a token and unit of width that the same slot keeps of the head's input, gathered over `tensor`."""
+"""fp32 arrays of logits that a microbatch in flight keeps. Our executor runs the head on every stage, so every slot keeps them,
+unless everything is recomputed."""
+HEAD_INPUT = 3.6
+"""Bytes a token and unit of width that goes with the logits: the head's input, gathered over `tensor`."""
+ENTRY = 3.7
+"""The same that every slot keeps whatever is recomputed, of what enters a stage."""
 KEPT = 1.36
 """Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
 COPIES = 0.36
@@ -118,7 +121,8 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         flying = in_flight(plan, traits, stage)
         if lockstep:
             copies = held * (COPIES + (width if width < 4 else 0) + (PIPELINED if plan.pipe > 1 else 0))
-            logits = (LOGITS * 4 * rows + HEAD_INPUT * model.hidden_size) * tokens * flying
+            heads = 1 if plan.recompute_kind == "full" else flying
+            logits = (LOGITS * 4 * rows + HEAD_INPUT * model.hidden_size) * tokens * heads + ENTRY * model.hidden_size * tokens * flying
         else:
             copies, logits = held * 2 / params, (2 * 4 * tokens * rows if stage == plan.pipe - 1 else 0)
         stages.append(
