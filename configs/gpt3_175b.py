@@ -4,7 +4,7 @@
     python scripts/prepare_data.py HELD_OUT_TEXT... --output data/validation
     python scripts/pretrain.py --config gpt3_175b --data.train data/train --data.validation data/validation
 
-Hardware: 128 nodes of 8 A100-40GB.
+Hardware: 128 nodes of 8 A100-40GB; the mesh is chosen by the planner.
 """
 
 from dataclasses import replace

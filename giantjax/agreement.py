@@ -14,6 +14,7 @@ from giantjax.errors import InputError
 from giantjax.fields import leaves
 from giantjax.parallel.nodes import Nodes, find_nodes, nodes_from, resolve, survey
 from giantjax.peers import Peers, processes
+from giantjax.planner.automatic import resolve_mesh
 
 OWN = ("runtime.coordinator", "runtime.num_processes", "runtime.process_id", "runtime.start_timeout", "runtime.compilation_cache")
 """Fields in which processes may differ."""
@@ -21,8 +22,8 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "
 """Whose versions decide what is computed or written."""
 
 
-def settle_run(config: RunConfig, machine: Machine, peers: Peers) -> tuple[RunConfig, Nodes]:
-    """The configuration with the number of processes and every degree of the mesh, and where the devices are.
+def settle_run(config: RunConfig, machine: Machine, peers: Peers) -> tuple[RunConfig, Nodes, str | None]:
+    """The configuration with the number of processes and every degree of the mesh, where the devices are, and what the planner chose.
 
     Raises:
         InputError: processes differ in their configurations, versions or devices, or the mesh does not fit the devices.
@@ -35,7 +36,8 @@ def settle_run(config: RunConfig, machine: Machine, peers: Peers) -> tuple[RunCo
     same = {path: value for path, value in leaves(config).items() if path not in OWN} | versions() | {"the kind of device": machine.kind}
     nodes = nodes_from(peers.settle({"same": same, "survey": survey(machine, peers.job, peers.host)}, decide))
     job = dataclasses.replace(config.runtime, num_processes=peers.job.num_processes)
-    return resolve(dataclasses.replace(config, runtime=job), nodes), nodes
+    planned, choice = resolve_mesh(dataclasses.replace(config, runtime=job), machine, nodes)
+    return resolve(planned, nodes), nodes, choice
 
 
 def settle_data(sources: Mapping[str, Source | None], peers: Peers) -> None:

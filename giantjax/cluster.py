@@ -1,4 +1,4 @@
-"""Hardware facts: GPUs and the memory of this machine. No jax."""
+"""Hardware facts: GPUs, nodes, clusters, and the devices of this machine. No jax."""
 
 import dataclasses
 import os
@@ -7,12 +7,13 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from giantjax.errors import InputError
+from giantjax.network import NetworkLink, network
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,26 @@ class GPU:
     """Peak FLOP/s of fp32 matrix products as JAX computes them by default: TF32 from Ampere on."""
     memory_bandwidth: float
     """Bytes/s."""
+    num_multiprocessors: int = 108
+    eighth_flops: float | None = None
+    """Peak FLOP/s of 8-bit floating-point matrix products; None where there are none."""
+    nvlink_bandwidth: float = 0.0
+    """Bytes/s out of one GPU, and in, over all its NVLinks at line rate; 0 where there are none."""
+
+    @property
+    def family(self) -> str:
+        """`V100`, `A100`, `H100` or `H200`."""
+        return self.name.partition("-")[0]
 
 
 GPUS = (
-    GPU("V100-16GB", 16 * 2**30, 125e12, 15.7e12, 0.9e12),
-    GPU("V100-32GB", 32 * 2**30, 125e12, 15.7e12, 0.9e12),
-    GPU("A100-40GB", 40 * 2**30, 312e12, 156e12, 1.555e12),
-    GPU("A100-80GB", 80 * 2**30, 312e12, 156e12, 2.039e12),
-    GPU("H100-80GB", 80 * 2**30, 989e12, 495e12, 3.35e12),
-    GPU("H200-141GB", 141 * 10**9, 989e12, 495e12, 4.8e12),
+    # NVLink 2: 6 links of 25 GB/s each way; NVLink 3: 12; NVLink 4: 18.
+    GPU("V100-16GB", 16 * 2**30, 125e12, 15.7e12, 0.9e12, 80, None, 150e9),
+    GPU("V100-32GB", 32 * 2**30, 125e12, 15.7e12, 0.9e12, 80, None, 150e9),
+    GPU("A100-40GB", 40 * 2**30, 312e12, 156e12, 1.555e12, 108, None, 300e9),
+    GPU("A100-80GB", 80 * 2**30, 312e12, 156e12, 2.039e12, 108, None, 300e9),
+    GPU("H100-80GB", 80 * 2**30, 989e12, 495e12, 3.35e12, 132, 1979e12, 450e9),
+    GPU("H200-141GB", 141 * 10**9, 989e12, 495e12, 4.8e12, 132, 1979e12, 450e9),
 )
 
 
@@ -55,30 +67,71 @@ class Cluster:
     gpu: GPU
     num_nodes: int
     gpus_per_node: int = 8
+    network: NetworkLink = field(default_factory=lambda: network("infiniband", 100))
+    node: str = ""
+    """Kind of node where it is not the usual one: `DGX-2` joins its V100 by a switch, `DGX-1V` eight of them in a cube mesh."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
 
+    @property
+    def switched(self) -> bool:
+        """Whether every GPU of a node reaches every other over all of its NVLinks."""
+        return self.gpu.family != "V100" or self.gpus_per_node > 8 or self.node == "DGX-2"
 
-REFERENCE_GPUS = {"v100": "V100-32GB", "a100": "A100-40GB"}
+    @property
+    def description(self) -> str:
+        """`4 nodes of 8 V100-32GB, 1 x 100 Gb/s tcp (5.0 GB/s reached)`."""
+        link = self.network
+        return (
+            f"{self.num_nodes} nodes of {self.gpus_per_node} {self.gpu.name}, {link.nics_per_node} x {link.nic_bandwidth * 8 / 1e9:g} Gb/s "
+            f"{link.fabric} ({link.node_bandwidth / 1e9:.1f} GB/s reached)"
+        )
+
+
+def gpu_of_name(name: str) -> GPU:
+    """The facts of the GPU of exactly this name, such as `A100-40GB`.
+
+    Raises:
+        InputError: there is none.
+    """
+    for gpu in GPUS:
+        if gpu.name == name:
+            return gpu
+    raise InputError(f"there is no GPU {name}; there are {', '.join(gpu.name for gpu in GPUS)}")
+
+
+REFERENCE_GPUS = {"v100": "V100-32GB", "a100": "A100-40GB", "h100": "H100-80GB", "h200": "H200-141GB"}
+MOST_NODES = 128
 
 
 def cluster_of_name(name: str) -> Cluster:
-    """A cluster of reference nodes, such as `v100x4-tcp100`: 4 nodes of 8 V100-32GB on 100 Gb/s TCP.
+    """A cluster of reference nodes, such as `v100x4-tcp100`: 4 nodes of 8 V100-32GB on 100 Gb/s TCP; or a cluster file.
 
     Raises:
-        InputError: the name is not of this form.
+        InputError: the name is neither of this form nor the path of a valid .toml or .json file.
     """
-    parts = re.fullmatch(r"(v100|a100)x([1-9][0-9]{0,2})-(tcp|rdma)([1-9][0-9]{0,3})", name)
+    if name.endswith((".toml", ".json")):
+        from giantjax.cluster_file import read_cluster
+
+        return read_cluster(Path(name))
+    parts = re.fullmatch(r"(v100|a100|h100|h200)x([1-9][0-9]{0,2})-(tcp|rdma)([1-9][0-9]{0,3})", name)
     if parts is None:
         raise InputError(
-            f"there is no cluster {name}; a name is GPUxNODES-NETWORKGBITS with v100 or a100 and tcp or rdma, "
-            "such as v100x4-tcp100 or a100x4-rdma800"
+            f"there is no cluster {name}; a name is GPUxNODES-NETWORKGBITS with v100, a100, h100 or h200 and tcp or rdma, "
+            "such as v100x4-tcp100 or a100x4-rdma800, or the path of a .toml or .json file"
         )
-    gpu = next(gpu for gpu in GPUS if gpu.name == REFERENCE_GPUS[parts[1]])
-    return Cluster(name, gpu, int(parts[2]))
+    num_nodes, gbits = int(parts[2]), int(parts[4])
+    if num_nodes > MOST_NODES:
+        raise InputError(
+            f"cluster {name} has {num_nodes} nodes; plans go up to {MOST_NODES}, such as {parts[1]}x{MOST_NODES}-{parts[3]}{gbits}"
+        )
+    # Cards of up to 200 Gb/s: a node of 800 Gb/s has four.
+    nics = -(-gbits // 200)
+    link = network("tcp" if parts[3] == "tcp" else "infiniband", gbits / nics, nics)
+    return Cluster(name, gpu_of_name(REFERENCE_GPUS[parts[1]]), num_nodes, 8, link)
 
 
 @dataclass(frozen=True)

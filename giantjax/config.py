@@ -186,6 +186,9 @@ class MeshConfig:
     """Devices that share each layer."""
     replica: Degree = 1
     """Data-parallel groups across nodes."""
+    plan: Literal["config", "auto"] = "config"
+    """config: the degrees as they stand. auto: the planner chooses them at start for the GPUs there are, and with them
+    pipeline.microbatch_size, training.zero_stage and training.recompute, and prints its choice."""
     inside: tuple[str, ...] = ("tensor", "data")
     """Axes that stay inside a node, those that talk most first; the others may cross nodes."""
 

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from giantjax import command_line
+from giantjax.benchmarks.comparison import Published, published
 from giantjax.benchmarks.compression import Compressed, compression
 from giantjax.benchmarks.learning import Learning, learning
 from giantjax.benchmarks.pipeline import Pipeline, pipeline
+from giantjax.benchmarks.planner import Planner, planner
 from giantjax.benchmarks.step import Step, step
 from giantjax.errors import InputError, did_you_mean
 
@@ -15,6 +17,8 @@ BENCHMARKS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "compression": (Compressed, compression),
     "learning": (Learning, learning),
     "pipeline": (Pipeline, pipeline),
+    "planner": (Planner, planner),
+    "published": (Published, published),
     "step": (Step, step),
 }
 

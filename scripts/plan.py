@@ -1,67 +1,123 @@
-"""What would hold a model: python scripts/plan.py --config NAME --cluster CLUSTER."""
+"""Which layout fits a cluster, how fast it will be and why the others lose: python scripts/plan.py --config NAME --cluster CLUSTER."""
 
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from giantjax import command_line
 from giantjax.cluster import Cluster, cluster_of_name
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
-from giantjax.planner.fit import splits
+from giantjax.planner.automatic import with_plan
+from giantjax.planner.explain import as_json, best_of_each_mesh, losers, mesh_in_words, plan_table
 from giantjax.planner.flops import num_parameters
 from giantjax.planner.memory import in_words
+from giantjax.planner.search import Priced, Search, require_fitting, search
+from giantjax.planner.strategies import Strategy, baseline
+from giantjax.planner.verify import verify_plan
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Show how a model can be divided over a cluster, and the memory each GPU needs."""
+    """Rank the plans of a run on a cluster: step time, memory, traffic, and why the others lose."""
 
     config: str
     """A shipped config, or the path of a Python file."""
     cluster: str
-    """GPUxNODES-NETWORKGBITS, such as v100x4-tcp100 or a100x4-rdma800; nodes have 8 GPUs."""
+    """GPUxNODES-NETWORKGBITS, such as v100x4-tcp100 or a100x4-rdma800, with nodes of 8 GPUs; or the path of a .toml or .json file."""
     top: int = 8
-    """Rows to show, those that fit first."""
+    """Plans to show, fastest first."""
+    strategy: Strategy = "auto"
+    """auto searches all plans of this program; megatron (tensor 4, pipe 4) and zero3 price those baselines as they run."""
+    verify: bool = False
+    """Compile the best plan for the cluster's GPUs, which need not be here (extra [aot])."""
+    json: str | None = None
+    """File to write the plans to."""
 
     def __post_init__(self) -> None:
         if self.top < 1:
             raise InputError(f"--top is {self.top}; it must be at least 1")
+        if self.verify and self.strategy != "auto":
+            raise InputError(f"--verify compiles a plan of this program, which --strategy {self.strategy} is not; leave one of the two out")
 
 
 def main() -> int:
     """Print the table; exit code 2 where nothing fits."""
     arguments = command_line.parse(Arguments, sys.argv[1:])
     config, cluster = command_line.preset(arguments.config), cluster_of_name(arguments.cluster)
-    show(config, cluster, arguments.top)
+    if arguments.strategy == "auto":
+        found = search(config, cluster)
+        plans = require_fitting(config, cluster, found)
+    else:
+        found, plans = Search([], []), baseline(config, cluster, arguments.strategy)
+        if not plans[0].fits:
+            raise InputError(
+                f"{config.name} does not fit {cluster.name} under --strategy {arguments.strategy}: {mesh_in_words(plans[0].plan)} needs "
+                f"{in_words(plans[0].fullest.total)} of {in_words(plans[0].usable)} on each GPU; take more nodes or GPUs with more memory"
+            )
+    show(config, cluster, plans, found, arguments)
+    verified = verify_plan(with_plan(config, plans[0].plan), cluster, plans[0]) if arguments.verify else None
+    if arguments.json:
+        rejected = losers(plans, found, _baselines(config, cluster) if arguments.strategy == "auto" else [], cluster)
+        write(Path(arguments.json), as_json(config, cluster, plans[: arguments.top], rejected, verified))
     return 0
 
 
-def show(config: RunConfig, cluster: Cluster, top: int) -> None:
-    """Print the divisions of `config` over `cluster`.
+def show(config: RunConfig, cluster: Cluster, plans: list[Priced], found: Search, arguments: Arguments) -> None:
+    """Print the best plans, the best of each other mesh with the reason why it loses, and the baselines."""
+    console = Console(width=max(200, Console().width) if not sys.stdout.isatty() else None, highlight=False)
+    console.print(
+        f"{config.name}: {num_parameters(config.model):,} parameters, batch {config.training.global_batch_size}; {cluster.description}"
+    )
+    if cluster.gpu.family == "V100" and plans[0].traits.precision == "half":
+        console.print("priced in fp16, which needs loss scaling that training does not have yet")
+    console.print(plan_table(plans[: arguments.top], cluster))
+    if arguments.strategy == "auto":
+        console.print("\nother meshes, their best plans, and the baselines:")
+        rest = [(one.plan, one.cost.seconds, one) for one in best_of_each_mesh(plans)[1:]]
+        for plan, reason in losers(plans, found, [], cluster)[: len(rest) + len(found.too_large)]:
+            console.print(f"  {mesh_in_words(plan)}: {reason}", soft_wrap=True)
+        for name, one in _named_baselines(config, cluster):
+            reason = losers(plans, Search([], []), [one], cluster)[-1][1]
+            console.print(
+                f"  --strategy {name}, {mesh_in_words(one.plan)}: {one.cost.samples_per_s:.3g} samples/s; {reason}", soft_wrap=True
+            )
+    best = plans[0]
+    parts = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("parameters", "optimizer", "gradients", "copies"))
+    more = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("activations", "logits", "working", "reserved"))
+    console.print(f"\nmemory of the fullest stage of the best: {parts}, {more}; {in_words(best.usable)} usable", soft_wrap=True)
+    print(f"best: {mesh_in_words(best.plan)}, {best.cost.seconds:.3g} s a step, {best.cost.samples_per_s:.4g} samples/s")
+
+
+def _named_baselines(config: RunConfig, cluster: Cluster) -> list[tuple[str, Priced]]:
+    found = []
+    for strategy in ("megatron", "zero3"):
+        try:
+            found.append((strategy, baseline(config, cluster, strategy)[0]))  # type: ignore[arg-type]
+        except InputError:
+            # A baseline that does not divide the cluster is none.
+            continue
+    return found
+
+
+def _baselines(config: RunConfig, cluster: Cluster) -> list[Priced]:
+    return [one for _, one in _named_baselines(config, cluster)]
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as JSON.
 
     Raises:
-        InputError: none fits.
+        InputError: the file cannot be written.
     """
-    found = sorted(splits(config, cluster), key=lambda split: not split.fits)
-    if not found[0].fits:
-        least = min(found, key=lambda split: split.need.total)
-        raise InputError(
-            f"{config.name} does not fit {cluster.name}: even on pipe {least.pipe} x tensor {least.tensor} a {cluster.gpu.name} "
-            f"would need {in_words(least.need.total)}; take more nodes, GPUs with more memory, or a smaller pipeline.microbatch_size"
-        )
-    print(
-        f"{config.name}: {num_parameters(config.model):,} parameters; {cluster.name}: {cluster.num_nodes} nodes of {cluster.gpus_per_node} "
-        f"{cluster.gpu.name}, {in_words(cluster.gpu.memory_bytes * config.runtime.memory_fraction)} usable on each"
-    )
-    table = Table("pipe", "tensor", "data", "parameters and moments", "gradients and copies", "activations", "a GPU", "fits", box=None)
-    for split in found[:top]:
-        need = split.need
-        sizes = [in_words(size) for size in (need.state, need.gradients, need.activations, need.total)]
-        table.add_row(str(split.pipe), str(split.tensor), str(split.data), *sizes, "yes" if split.fits else "no")
-    Console().print(table)
+    try:
+        path.write_text(json.dumps(value, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

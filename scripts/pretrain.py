@@ -21,7 +21,7 @@ def main() -> int:
     job = find_job(os.environ, coordinator=asked.coordinator, num_processes=asked.num_processes, process_id=asked.process_id)
     with Peers(job, config.runtime.start_timeout) as peers:
         machine = this_machine(config.runtime.num_cpu_devices)
-        config, nodes = settle_run(config, machine, peers)
+        config, nodes, choice = settle_run(config, machine, peers)
         check_fits(config, machine, map(command_line.preset, command_line.preset_names()))
 
         from giantjax.data.sources import open_sources
@@ -30,8 +30,11 @@ def main() -> int:
         run = check_run_directories(config, peers)
         train_data, validation_data = open_sources(config)
         settle_data({"data.train": train_data, "data.validation": validation_data}, peers)
-    if job.num_processes > 1 and job.process_id == 0:
-        print(f"{job.num_processes} processes with {nodes.in_words}, which met at {job.coordinator} ({job.source})", flush=True)
+    if job.process_id == 0:
+        if job.num_processes > 1:
+            print(f"{job.num_processes} processes with {nodes.in_words}, which met at {job.coordinator} ({job.source})", flush=True)
+        if choice:
+            print(choice, flush=True)
     runtime.start(config.runtime, job, nodes.places[job.process_id].visible)
 
     from giantjax.training.loop import train

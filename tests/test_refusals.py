@@ -307,7 +307,23 @@ PLAN = (
     case("plan-no-such-config", "plan --config gpt13 --cluster v100x4-tcp100", "there is no config gpt13; did you mean gpt13b?"),
     case("plan-bad-config", "plan --config text.py --cluster v100x4-tcp100", "config text.py: model.num_layers is '1'"),
     case("plan-no-rows", "plan --config gpt13b --cluster v100x4-tcp100 --top 0", "--top is 0; it must be at least 1"),
-    case("plan-too-small", "plan --config gpt3_175b --cluster v100x1-tcp100", "gpt3_175b does not fit v100x1-tcp100"),
+    case("plan-too-small", "plan --config gpt3_175b --cluster v100x1-tcp100", "gpt3_175b does not fit v100x1-tcp100", "take about"),
+    case("plan-too-many-nodes", "plan --config gpt13b --cluster v100x300-tcp100", "has 300 nodes; plans go up to 128"),
+    case(
+        "plan-no-such-strategy", "plan --config gpt13b --cluster v100x4-tcp100 --strategy zero", "--strategy is 'zero'; it must be one of"
+    ),
+    case("plan-no-such-file", "plan --config gpt13b --cluster lab.toml", "cluster file lab.toml cannot be read: No such file"),
+    case(
+        "plan-verify-a-baseline",
+        "plan --config gpt13b --cluster v100x4-tcp100 --strategy zero3 --verify",
+        "--verify compiles a plan of this program, which --strategy zero3 is not",
+    ),
+    case(
+        "plan-megatron-on-one-node",
+        "plan --config gpt13b --cluster v100x1-tcp100 --strategy megatron",
+        "--strategy megatron is tensor 4 x pipe 4, which 1 nodes of 8 GPUs",
+    ),
+    tiny("no-such-mesh-plan", "--mesh.plan best", "--mesh.plan is 'best'; it must be one of 'config', 'auto'"),
 )
 
 PREPARE = (
@@ -541,7 +557,8 @@ def test_a_model_too_large_for_a_gpu_is_refused(folder: Path, run: Run, monkeypa
         cluster, "_query_gpus", lambda: [InstalledGPU(i, f"GPU-{i}", f"{i}", "NVIDIA A100-SXM4-40GB", 40 * GIB) for i in range(8)]
     )
     says = ("on each GPU", "this machine (NVIDIA A100-SXM4-40GB) has 40.0 GiB (42,949,672,960 bytes)", "config that fits is gpt3_1b3")
-    check_refused(run("pretrain --config gpt13b"), *says)
+    check_refused(run("pretrain --config gpt3_6b7"), *says)
+    check_refused(run("pretrain --config gpt3_175b"), "gpt3_175b does not fit this machine: even on pipe", "take about", "nodes")
 
 
 def test_a_driver_that_hangs_is_refused(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """Whether a run fits this machine, said before anything is allocated."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from giantjax.cluster import Cluster, Machine
+from giantjax.cluster import Machine
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
 from giantjax.planner.flops import num_parameters
-from giantjax.planner.memory import MemoryNeed, in_words, memory_need
+from giantjax.planner.memory import in_words, memory_need
 
 
 def bytes_needed(config: RunConfig, machine: Machine) -> int:
@@ -29,7 +28,12 @@ def check_fits(config: RunConfig, machine: Machine, presets: Iterable[RunConfig]
     needed = bytes_needed(config, machine)
     if needed <= bytes_usable(config, machine):
         return
-    fitting = [preset for preset in presets if bytes_needed(preset, machine) <= bytes_usable(preset, machine)]
+    fitting = [
+        preset
+        for preset in presets
+        if bytes_needed(preset, machine) <= bytes_usable(preset, machine)
+        and (machine.simulated or preset.mesh.num_devices <= machine.num_devices)
+    ]
     largest = max(fitting, key=lambda preset: num_parameters(preset.model), default=None)
     advice = f"the largest shipped config that fits is {largest.name}, and " if largest else ""
     raise InputError(
@@ -37,33 +41,3 @@ def check_fits(config: RunConfig, machine: Machine, presets: Iterable[RunConfig]
         f"but this machine ({machine.kind}) has {in_words(machine.memory_bytes)} ({machine.memory_bytes:,} bytes); {advice}"
         f"`python scripts/plan.py --config {config.name} --cluster v100x4-tcp100` says what would hold it"
     )
-
-
-@dataclass(frozen=True)
-class Split:
-    """A model divided over pipeline stages and tensor-parallel devices; what is left of the cluster is data-parallel."""
-
-    pipe: int
-    tensor: int
-    data: int
-    need: MemoryNeed
-    fits: bool
-
-
-def splits(config: RunConfig, cluster: Cluster) -> list[Split]:
-    """Every way to divide the model over the cluster, with its memory a GPU, fewest GPUs a model first.
-
-    Tensor parallelism stays inside a node, and stages have at least one layer each.
-    """
-    found = []
-    usable = cluster.gpu.memory_bytes * config.runtime.memory_fraction
-    for tensor in _divisors(cluster.gpus_per_node):
-        for pipe in _divisors(cluster.num_gpus // tensor):
-            if pipe <= config.model.num_layers and config.model.num_heads % tensor == 0:
-                need = memory_need(config, "bf16", pipe, tensor)
-                found.append(Split(pipe, tensor, cluster.num_gpus // (pipe * tensor), need, need.total <= usable))
-    return sorted(found, key=lambda split: (split.pipe * split.tensor, split.tensor))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,79 @@
+"""A run whose config asks for an automatic mesh: the planner's choice for the GPUs there are."""
+
+from dataclasses import replace
+
+from giantjax.cluster import GPU, Cluster, Machine, gpu_of_kind, gpu_of_name
+from giantjax.config import RunConfig
+from giantjax.errors import InputError
+from giantjax.network import network
+from giantjax.parallel.nodes import Nodes
+from giantjax.planner.explain import mesh_in_words
+from giantjax.planner.memory import in_words
+from giantjax.planner.plan import Plan
+from giantjax.planner.search import Priced, require_fitting, search
+
+STAND_IN = "A100-40GB"
+"""What simulated devices are planned as, in nodes of 8, so that a rehearsal on a CPU gets the mesh of the real run."""
+
+
+def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
+    """`config` with the mesh, microbatches, recomputing and sharing of `plan`."""
+    mesh = replace(config.mesh, pipe=plan.pipe, replica=plan.replica, data=plan.data, tensor=plan.tensor, plan="config")
+    pipeline = replace(config.pipeline, schedule=plan.schedule, microbatch_size=plan.microbatch_size, num_microbatches=None)
+    return replace(
+        config, mesh=mesh, pipeline=pipeline, training=replace(config.training, zero_stage=plan.zero_stage, recompute=plan.recompute)
+    )
+
+
+def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes) -> tuple[RunConfig, str | None]:
+    """`config` with its mesh chosen where it asks for that, and a sentence that says so.
+
+    One device leaves nothing to choose.
+
+    Raises:
+        InputError: no plan fits the GPUs.
+    """
+    if config.mesh.plan == "config":
+        return config, None
+    cluster = cluster_of_nodes(machine, nodes)
+    if cluster.num_gpus == 1:
+        return replace(config, mesh=replace(config.mesh, plan="config")), None
+    found = search(config, cluster)
+    if machine.simulated and not found.fitting:
+        best = min(found.too_large, key=lambda one: one.fullest.total, default=None)
+    else:
+        best = require_fitting(config, cluster, found)[0]
+    if best is None:
+        raise InputError(
+            f"no mesh of {cluster.num_gpus} devices suits {config.name}; set runtime.num_cpu_devices to a number that divides "
+            f"training.global_batch_size {config.training.global_batch_size} and its shares"
+        )
+    return with_plan(config, best.plan), choice_in_words(best, cluster)
+
+
+def choice_in_words(best: Priced, cluster: Cluster) -> str:
+    """The chosen plan and what is expected of it."""
+    plan, cost = best.plan, best.cost
+    return (
+        f"automatic mesh for {cluster.num_gpus} {cluster.gpu.name}: {mesh_in_words(plan)}, {plan.num_microbatches} microbatches of "
+        f"{plan.microbatch_size}, recompute {plan.recompute}, ZeRO {plan.zero_stage}; about {cost.seconds:.2g} s a step, "
+        f"{cost.samples_per_s:.3g} samples/s, {in_words(best.fullest.total)} on each"
+    )
+
+
+def cluster_of_nodes(machine: Machine, nodes: Nodes) -> Cluster:
+    """A cluster of `nodes` like this machine; of simulated devices, nodes of up to 8 STAND_INs."""
+    counts, link = list(nodes.per_node.values()), network("infiniband", 100, 1)
+    if machine.simulated:
+        total = sum(counts)
+        per_node = 8 if total % 8 == 0 else total
+        return Cluster("simulated", gpu_of_name(STAND_IN), total // per_node, per_node, link)
+    gpu = gpu_of_kind(machine.kind) or _unknown(machine)
+    return Cluster("these nodes", gpu, len(counts), min(counts), link)
+
+
+def _unknown(machine: Machine) -> GPU:
+    raise InputError(
+        f"mesh.plan is auto, but nothing is known of the speed of {machine.kind}; set mesh.plan to config and the degrees to what divides "
+        f"its {machine.num_devices} devices"
+    )

@@ -1,0 +1,127 @@
+"""What data parallelism exchanges: gradients, shared parameters, and the tied embedding; and the optimizer's own time."""
+
+from dataclasses import dataclass
+
+from giantjax.cluster import Cluster
+from giantjax.config import ModelConfig
+from giantjax.planner.compute import Processor
+from giantjax.planner.flops import num_parameters
+from giantjax.planner.links import Place, Span, Wires
+from giantjax.planner.plan import Plan, Traits
+
+PCIE_BANDWIDTH, HOST_BANDWIDTH = 12e9, 100e9
+"""Bytes/s at line rate: of a GPU's 16 lanes of PCIe 3, and of a node's memory."""
+ADAM_BYTES = 44
+"""Moved a parameter by the optimizer: gradient, parameter and moments, their norm, and the compute copy."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters on one device."""
+
+    layer: float
+    table: float
+    """Of the embedding, on the stages that have it."""
+    stage: float
+    """Of the fullest stage."""
+
+    def exchanged(self, plan: Plan, traits: Traits) -> float:
+        """Those that a stage's data-parallel devices exchange among themselves: ours has the embedding on every stage of a pipeline,
+        and adds up its gradients over stages and data-parallel devices at once."""
+        return self.stage - (self.table if traits.execution == "lockstep" and plan.pipe > 1 else 0)
+
+
+def sizes_of(model: ModelConfig, plan: Plan, layers: float) -> Sizes:
+    """Parameters on a device of the fullest stage, which holds `layers` layers."""
+    rows = model.padded_vocabulary(plan.tensor) * (2 if model.head == "untied" else 1)
+    outside = rows * model.hidden_size + model.sequence_length * model.hidden_size
+    layer = (num_parameters(model, plan.tensor) - outside) / model.num_layers / plan.tensor
+    table = model.padded_vocabulary(plan.tensor) * model.hidden_size / plan.tensor
+    return Sizes(layer, table, layer * layers + table)
+
+
+def accumulated_bytes(plan: Plan, traits: Traits) -> float:
+    """Bytes a parameter moved in each microbatch: gradients added up, and weights cast."""
+    cast = 6 / (plan.ways if plan.zero_stage == 3 else 1) if traits.casts_weights else 0
+    if plan.zero_stage >= 2:
+        return 4 + cast
+    return (16 if traits.execution == "lockstep" else 10) + cast
+
+
+def zero_ways(plan: Plan, traits: Traits) -> int:
+    """Devices that share the optimizer's state: ours inside a node only."""
+    return plan.ways if traits.shares_across else plan.data
+
+
+def exchange_seconds(
+    sizes: Sizes, plan: Plan, cluster: Cluster, where: Place, traits: Traits, wires: Wires, *, cover: float, ending: float
+) -> float:
+    """Seconds by which data parallelism makes the step longer.
+
+    ZeRO 2 and 3 gather parameters and scatter gradients in every microbatch, over the work `cover` of one, whose layers wait for
+    what they need; otherwise gradients are reduced once, after the last microbatch or over `ending`, its backward layers, which
+    only the part of the transfer inside the node disturbs.
+    """
+    if plan.ways == 1:
+        return 0.0
+    rings = cluster.gpus_per_node / where.data.inside if where.data.nodes > 1 else 1.0
+    # A collective of one parameter at a time runs on one ring, which leaves a node through one card.
+    cards = rings if traits.gathers == "parameter" else None
+    contention = wires.constants.contention
+
+    def one_pass(width: float) -> float:
+        return wires.one_pass(sizes.exchanged(plan, traits) * width, where.data, rings, cards if plan.zero_stage >= 2 else None)
+
+    if plan.zero_stage >= 2:
+        gathers = 2 if plan.zero_stage == 3 else 1
+        moving = gathers * one_pass(2) + one_pass(traits.gradient_bytes)
+        moving += (gathers + 1) * (sizes.stage - sizes.table) / sizes.layer * wires.constants.collective_latency
+        exposed = max(0.0, moving - cover) + contention * min(moving, cover) if traits.overlap_data else moving
+        return plan.num_microbatches * exposed
+    gathered = (2 if traits.shares_across else 4) if plan.zero_stage else traits.gradient_bytes
+    moving = one_pass(traits.gradient_bytes) + one_pass(gathered)
+    if plan.zero_stage and not traits.shares_across:
+        moving = _inside_first(sizes, plan, where, traits, wires, rings)
+    if not traits.overlap_data:
+        return moving
+    inside = 2 * wires.one_pass(sizes.exchanged(plan, traits) * traits.gradient_bytes, Span(where.data.inside, 1), 1)
+    return max(0.0, moving - ending) + contention * min(inside, ending)
+
+
+def _inside_first(sizes: Sizes, plan: Plan, where: Place, traits: Traits, wires: Wires, rings: float) -> float:
+    """Gradients scattered inside the node, shares reduced across nodes, parameters gathered inside."""
+    inside, across = Span(where.data.inside, 1), Span(1, where.data.nodes)
+    share = sizes.exchanged(plan, traits) / where.data.inside
+    scattered = wires.one_pass(sizes.stage * traits.gradient_bytes, inside, 1) + wires.one_pass(sizes.stage * 4, inside, 1)
+    return scattered + 2 * wires.one_pass(share * traits.gradient_bytes, across, rings * where.data.inside)
+
+
+def tied_span(plan: Plan, where: Place, traits: Traits) -> Span:
+    """Devices that add up the gradients of the embedding: its first and last stage, or with us all stages and replicas of a share."""
+    crossing = -(-plan.pipe // where.stages_in_node)
+    if traits.execution == "asynchronous":
+        return Span(1, 2) if crossing > 1 else Span(2, 1)
+    nodes = crossing * where.data.nodes
+    members = plan.pipe * (plan.replica if plan.zero_stage else plan.ways)
+    return Span(max(1, members // nodes), nodes)
+
+
+def tied_seconds(sizes: Sizes, plan: Plan, cluster: Cluster, where: Place, traits: Traits, wires: Wires) -> float:
+    """Seconds to add up the gradients of the embedding over stages."""
+    if plan.pipe == 1:
+        return 0.0
+    span = tied_span(plan, where, traits)
+    share = plan.data if plan.zero_stage and traits.execution == "lockstep" else 1
+    rings = cluster.gpus_per_node / span.inside if span.nodes > 1 else 1
+    if traits.execution == "asynchronous" and span.nodes > 1:
+        rings = cluster.gpus_per_node / where.stages_in_node
+    return 2 * wires.one_pass(sizes.table * traits.gradient_bytes / share, span, rings)
+
+
+def optimizer_seconds(owned: float, plan: Plan, cluster: Cluster, processor: Processor, traits: Traits) -> float:
+    """Seconds of the update of `owned` parameters a device."""
+    if traits.offload == "none":
+        return processor.moved(owned * ADAM_BYTES, 20)
+    pcie, host = PCIE_BANDWIDTH * processor.constants.host, HOST_BANDWIDTH * processor.constants.host
+    seconds = owned * 6 / pcie + owned * cluster.gpus_per_node * 30 / host
+    return seconds + (plan.num_microbatches * owned * 6 / pcie if traits.offload == "everything" else 0.0)

@@ -1,0 +1,166 @@
+"""Every legal plan of a run on a cluster, priced, fastest first."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from giantjax.cluster import Cluster
+from giantjax.config import ModelConfig, RunConfig
+from giantjax.errors import InputError, nearest_multiples
+from giantjax.planner.cost import StepCost, step_cost
+from giantjax.planner.memory import in_words
+from giantjax.planner.plan import GIANTJAX, Plan, Precision, Traits
+from giantjax.planner.stage_memory import StageMemory, stage_memory, usable_bytes
+
+LARGEST_MICROBATCH = 64
+"""Samples; larger ones gain nothing and take memory."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan, what it costs and what it needs."""
+
+    plan: Plan
+    traits: Traits
+    cost: StepCost
+    memory: tuple[StageMemory, ...]
+    """By stage."""
+    usable: int
+    """Bytes of a GPU."""
+
+    @property
+    def fullest(self) -> StageMemory:
+        """Memory of the stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage does."""
+        return self.fullest.total <= self.usable
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found."""
+
+    fitting: list[Priced]
+    """Fastest first."""
+    too_large: list[Priced]
+    """One of each mesh none of whose plans fits: the one that needs least."""
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """What a plan is priced in: fp32 where the run asks for it, otherwise the GPU's 16-bit type."""
+    return "fp32" if config.training.precision == "fp32" else "half"
+
+
+def search(config: RunConfig, cluster: Cluster, traits: Traits = GIANTJAX) -> Search:
+    """Price every plan of `config` on all of `cluster`.
+
+    Of each mesh and recompute policy all microbatch sizes that fit count. What cannot win is left out: GPipe, which takes as long
+    as 1F1B or longer and never less memory; parallel groups that span nodes where they could lie inside; and microbatches that
+    need more memory than one that did not fit.
+    """
+    traits = replace(traits, precision=precision_of(config))
+    usable = usable_bytes(cluster.gpu, config.runtime.memory_fraction)
+    fitting: list[Priced] = []
+    too_large: dict[tuple[int, int, int, int], Priced] = {}
+    for mesh in meshes(config, cluster):
+        degrees = (mesh.pipe, mesh.replica, mesh.data, mesh.tensor)
+        found = [priced for priced in _plans(config, cluster, traits, mesh, usable) if priced.fits]
+        if found:
+            fitting += found
+        else:
+            too_large[degrees] = _smallest(config, cluster, traits, mesh, usable)
+    ranked = sorted(fitting, key=lambda priced: (priced.cost.seconds, priced.fullest.total))
+    return Search(_distinct(ranked), list(too_large.values()))
+
+
+def _distinct(ranked: list[Priced]) -> list[Priced]:
+    """Of plans that differ only in what they recompute and share, the fastest."""
+    found: dict[tuple[int, ...], Priced] = {}
+    for one in ranked:
+        plan = one.plan
+        found.setdefault((plan.pipe, plan.replica, plan.data, plan.tensor, plan.microbatch_size), one)
+    return list(found.values())
+
+
+def meshes(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
+    """Plans that differ in the mesh alone: tensor, then data inside a node, replica and pipe across.
+
+    A mesh is legal if `tensor` divides heads, inner layer, sequence and a node's GPUs, every stage has a layer, and the
+    data-parallel devices divide the batch.
+    """
+    model, batch = config.model, config.training.global_batch_size
+    for tensor in divisors(cluster.gpus_per_node):
+        if any(size % tensor for size in (model.num_heads, model.inner_size, model.sequence_length)):
+            continue
+        for pipe in divisors(cluster.num_gpus // tensor):
+            ways = cluster.num_gpus // tensor // pipe
+            if pipe <= model.num_layers and batch % ways == 0:
+                data = math.gcd(ways, cluster.gpus_per_node // tensor)
+                yield Plan(pipe=pipe, replica=ways // data, data=data, tensor=tensor)
+
+
+def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Iterator[Priced]:
+    model, each = config.model, config.training.global_batch_size // mesh.ways
+    for recompute in ("none", "selective", "full"):
+        for zero in (0, 1) if mesh.data > 1 else (0,):
+            for size in divisors(each):
+                if size > LARGEST_MICROBATCH:
+                    break
+                plan = replace(mesh, microbatch_size=size, num_microbatches=each // size, recompute=recompute, zero_stage=zero)
+                memory = tuple(stage_memory(model, plan, traits)[:1])
+                if memory[0].total > usable:
+                    break
+                yield price(model, plan, cluster, traits, usable)
+
+
+def _smallest(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Priced:
+    each = config.training.global_batch_size // mesh.ways
+    plan = replace(mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1))
+    return price(config.model, plan, cluster, traits, usable)
+
+
+def price(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, usable: int) -> Priced:
+    """`plan` with its cost and memory."""
+    return Priced(plan, traits, step_cost(model, plan, cluster, traits), tuple(stage_memory(model, plan, traits)), usable)
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """In order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def require_fitting(config: RunConfig, cluster: Cluster, found: Search) -> list[Priced]:
+    """The plans that fit, at least one.
+
+    Raises:
+        InputError: there is none; the sentence says what the least demanding one would need.
+    """
+    if found.fitting:
+        return found.fitting
+    model, batch = config.model, config.training.global_batch_size
+    if not found.too_large:
+        raise InputError(
+            f"no mesh of {cluster.num_nodes} nodes of {cluster.gpus_per_node} GPUs suits {config.name}: mesh.tensor must divide "
+            f"model.num_heads {model.num_heads}, the feed-forward size {model.inner_size}, model.sequence_length "
+            f"{model.sequence_length} and the {cluster.gpus_per_node} GPUs of a node, and mesh.data x mesh.replica must divide "
+            f"training.global_batch_size {batch}; nearest batches: {nearest_multiples(batch, cluster.num_gpus)}"
+        )
+    least = min(found.too_large, key=lambda priced: priced.fullest.total)
+    plan, (part, size) = least.plan, least.fullest.largest
+    raise InputError(
+        f"{config.name} does not fit {cluster.name}: even on pipe {plan.pipe} x tensor {plan.tensor} with recompute full and microbatches "
+        f"of 1 a {cluster.gpu.name} would need {in_words(least.fullest.total)} ({part} {in_words(size)}) of {in_words(least.usable)}; "
+        f"take {_nodes_needed(least, cluster)} or GPUs with more memory"
+    )
+
+
+def _nodes_needed(least: Priced, cluster: Cluster) -> str:
+    """Roughly, for state that is divided over all GPUs."""
+    factor = math.ceil(least.fullest.total / least.usable)
+    return f"about {cluster.num_nodes * factor} nodes"

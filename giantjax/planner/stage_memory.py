@@ -1,0 +1,149 @@
+"""Memory of each pipeline stage under a plan, to the figures of the compiled program where it is ours."""
+
+from dataclasses import dataclass, fields
+
+from giantjax.cluster import GPU
+from giantjax.config import ModelConfig
+from giantjax.planner.exchange import sizes_of, zero_ways
+from giantjax.planner.layer import BLOCKWISE
+from giantjax.planner.plan import Plan, Traits
+
+RESERVED = 2**30
+"""Bytes kept free of what JAX may take: NCCL's buffers, workspaces of matrix products, and what fragments leave unused. What
+`runtime.memory_fraction` leaves out holds the CUDA context."""
+SLACK = 0.06
+"""Share of the rest for what an allocator cannot hand out and for the estimate's own error."""
+DRIVER = 0.986
+"""Share of the datasheet's memory that a driver reports: 42,331,013,120 bytes of an A100-40GB, 33,871,364,096 of a V100-32GB."""
+
+# Fitted to `memory_analysis()` of 26 plans of gpt3_1b3, gpt3_6b7, gpt13b and gpt3_175b compiled for A100-40GB (docs/planner.md): 2 % off
+# on average, 6 % at most.
+LOGITS = 3.2
+"""fp32 arrays of logits that a microbatch in flight keeps. Our executor runs the head on every stage, so every slot keeps them,
+unless everything is recomputed."""
+HEAD_INPUT = 3.6
+"""Bytes a token and unit of width that goes with the logits: the head's input, gathered over `tensor`."""
+ENTRY = 3.7
+"""The same that every slot keeps whatever is recomputed, of what enters a stage."""
+KEPT = 1.36
+"""Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
+COPIES = 0.36
+"""Bytes a parameter of what the compiler sets aside beside gradients and compute copies."""
+PIPELINED = 1.93
+"""The same again where ticks are a loop."""
+WORKING = 1.5
+"""Bytes of one block's backward pass against those counted."""
+ADAM = 8
+"""Bytes a parameter of two fp32 moments."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of a stage; the parts add up."""
+
+    parameters: int
+    """fp32."""
+    optimizer: int
+    """Two moments, or a device's share of them."""
+    gradients: int
+    """fp32 sums over microbatches."""
+    copies: int
+    """Of the parameters, in the type of matrix products and as a program rearranges them."""
+    activations: int
+    """What microbatches in flight keep for their backward pass."""
+    logits: int
+    """fp32, and the head's input, of the last stage or with us of every one."""
+    working: int
+    """What one block needs while its backward pass runs."""
+
+    @property
+    def program(self) -> int:
+        """What the compiled program takes."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def reserved(self) -> int:
+        """What else must be free."""
+        return RESERVED + int(SLACK * self.program)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.program + self.reserved
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The part that takes most."""
+        name = max((part.name for part in fields(self)), key=lambda name: int(getattr(self, name)))
+        return name, int(getattr(self, name))
+
+
+def usable_bytes(gpu: GPU, memory_fraction: float) -> int:
+    """Bytes of a GPU that a program and RESERVED may take."""
+    return int(gpu.memory_bytes * DRIVER * memory_fraction)
+
+
+def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> float:
+    """Bytes of one block and microbatch that a device keeps for the backward pass.
+
+    Ours keeps the results of matrix products: 3 h for the heads, h each for context and residual, the inner layer, and where nothing
+    is redone the attention weights, all divided over `tensor`. Others keep what Korthikanti et al. (2022) count: 34 h and 5 a s
+    bytes a token, of which LayerNorms and residuals, 10 h, are not divided.
+    """
+    tokens, hidden = plan.microbatch_size * model.sequence_length, model.hidden_size
+    scores = 0 if traits.attention in BLOCKWISE or plan.recompute_kind != "none" else model.num_heads * model.sequence_length
+    if traits.execution == "lockstep":
+        kept = hidden if plan.recompute_kind == "full" else 5 * hidden + model.inner_size
+        return width * tokens * (KEPT * kept + scores) / plan.tensor
+    if plan.recompute_kind == "full":
+        return width * tokens * hidden
+    return tokens * (10 * hidden + (24 * hidden + 2.5 * width * scores) / plan.tensor) * width / 2
+
+
+def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMemory]:
+    """Memory of a device of each stage.
+
+    In lockstep every stage is padded to the fullest and holds up to 2S - 1 microbatches; otherwise stage s holds S - s.
+    """
+    width = 4 if traits.precision == "fp32" else 2
+    lockstep = traits.execution == "lockstep"
+    layers = -(-model.num_layers // plan.pipe)
+    sizes = sizes_of(model, plan, layers)
+    tokens = plan.microbatch_size * model.sequence_length
+    rows = model.padded_vocabulary(plan.tensor) / plan.tensor
+    one_block = WORKING * width * tokens * (16 * model.hidden_size + 2 * model.num_heads * model.sequence_length) / plan.tensor
+    stages = []
+    for stage in range(plan.pipe):
+        at_end = lockstep or stage in (0, plan.pipe - 1)
+        held = sizes.stage if at_end else sizes.stage - sizes.table
+        shared = zero_ways(plan, traits)
+        states, grads, params = (shared if plan.zero_stage >= level else 1 for level in (1, 2, 3))
+        flying = in_flight(plan, traits, stage)
+        if lockstep:
+            copies = held * (COPIES + (width if width < 4 else 0) + (PIPELINED if plan.pipe > 1 else 0))
+            heads = 1 if plan.recompute_kind == "full" else flying
+            logits = (LOGITS * 4 * rows + HEAD_INPUT * model.hidden_size) * tokens * heads + ENTRY * model.hidden_size * tokens * flying
+        else:
+            copies, logits = held * 2 / params, (2 * 4 * tokens * rows if stage == plan.pipe - 1 else 0)
+        stages.append(
+            StageMemory(
+                parameters=int(4 * held / params),
+                optimizer=int(ADAM * held / states),
+                gradients=int(traits.gradient_bytes * held / grads),
+                copies=int(copies),
+                activations=int(kept_bytes(model, plan, traits, width) * layers * flying),
+                logits=int(logits),
+                working=int(one_block),
+            )
+        )
+    return stages
+
+
+def in_flight(plan: Plan, traits: Traits, stage: int) -> int:
+    """Microbatches whose backward pass has yet to run."""
+    if plan.pipe == 1:
+        return 1
+    if plan.schedule == "gpipe":
+        return plan.num_microbatches
+    most = 2 * plan.pipe - 1 if traits.execution == "lockstep" else plan.pipe - stage
+    return min(most, plan.num_microbatches)

@@ -1,0 +1,61 @@
+"""Bytes of a step between nodes and inside them."""
+
+from giantjax.planner.compute import Pass
+from giantjax.planner.exchange import Sizes, tied_span
+from giantjax.planner.links import Place, Span
+from giantjax.planner.plan import Plan, Traits
+
+
+def step_bytes(
+    plan: Plan,
+    where: Place,
+    traits: Traits,
+    sizes: Sizes,
+    boundary: float,
+    passes: Pass,
+    layers: float,
+) -> tuple[dict[str, float], float]:
+    """Bytes between nodes by what is sent, and bytes inside nodes."""
+    network: dict[str, float] = {}
+    nvlink, devices = 0.0, plan.num_devices
+
+    def ring(name: str, num_bytes: float, span: Span, groups: float, times: float) -> None:
+        nonlocal nvlink
+        if span.size == 1 or not num_bytes:
+            return
+        steps = times * groups * num_bytes * (span.size - 1) / span.size
+        if span.nodes > 1:
+            network[name] = network.get(name, 0.0) + steps * span.nodes
+        nvlink += steps * span.nodes * (span.inside - (1 if span.nodes > 1 else 0))
+
+    ticks = plan.num_microbatches + (plan.pipe - 1 if traits.execution == "lockstep" else 0)
+    ring("tensor collectives", boundary, where.tensor, devices / plan.tensor, ticks * layers * (passes.forward + passes.backward))
+    groups, own = devices / plan.ways, sizes.exchanged(plan, traits)
+    if plan.zero_stage >= 2:
+        widths = (4 if plan.zero_stage == 3 else 2) + traits.gradient_bytes
+        ring("shared parameters and gradients", sizes.stage * widths, where.data, groups, plan.num_microbatches)
+    elif plan.zero_stage and not traits.shares_across:
+        ring("gradients", sizes.stage * (traits.gradient_bytes + 4), Span(where.data.inside, 1), groups * where.data.nodes, 1)
+        ring("gradients", own * 2 * traits.gradient_bytes / where.data.inside, Span(1, where.data.nodes), groups * where.data.inside, 1)
+    else:
+        ring("gradients", own * (traits.gradient_bytes + (2 if plan.zero_stage else traits.gradient_bytes)), where.data, groups, 1)
+    if plan.pipe > 1:
+        copies = 1 if traits.sharded_boundary else plan.tensor
+        sent = 2 * num_messages(plan, traits) * plan.ways * boundary * copies
+        crossing = -(-plan.pipe // where.stages_in_node) - 1
+        if crossing:
+            network["pipeline messages"] = sent * crossing
+        nvlink += sent * (plan.pipe - 1 - crossing)
+        span = tied_span(plan, where, traits)
+        ring("tied embedding", sizes.table * traits.gradient_bytes * 2 * _tied_groups(plan, traits), span, 1, 1)
+    return network, nvlink
+
+
+def num_messages(plan: Plan, traits: Traits) -> int:
+    """Messages on each boundary in each direction; a lockstep program sends in every tick that has the kind."""
+    return (plan.num_microbatches + plan.pipe - 1 if traits.execution == "lockstep" else plan.num_microbatches) * plan.num_chunks
+
+
+def _tied_groups(plan: Plan, traits: Traits) -> int:
+    """How many whole embeddings are added up at once, one device's part of `tensor` counted as one."""
+    return plan.tensor * (plan.ways if traits.execution == "asynchronous" else 1)
