@@ -1,13 +1,14 @@
 """What the processes of a job must have in common before any of them trains, and what they find out together. No jax."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import giantjax
-from giantjax.cluster import Machine
+from giantjax.cluster import Cluster, Machine
 from giantjax.config import RunConfig
 from giantjax.data.sources import Source, fingerprint
 from giantjax.errors import InputError
@@ -22,11 +23,13 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "
 """Whose versions decide what is computed or written."""
 
 
-def settle_run(config: RunConfig, machine: Machine, peers: Peers) -> tuple[RunConfig, Nodes, str | None]:
+def settle_run(config: RunConfig, machine: Machine, peers: Peers, cluster: Cluster | None = None) -> tuple[RunConfig, Nodes, str | None]:
     """The configuration with the number of processes and every degree of the mesh, where the devices are, and what the planner chose.
 
+    `cluster` is that of `runtime.cluster`.
+
     Raises:
-        InputError: processes differ in their configurations, versions or devices, or the mesh does not fit the devices.
+        InputError: processes differ in their configurations, versions, clusters or devices, or the mesh does not fit the devices.
     """
 
     def decide(told: list[Any]) -> Any:
@@ -34,9 +37,11 @@ def settle_run(config: RunConfig, machine: Machine, peers: Peers) -> tuple[RunCo
         return dataclasses.asdict(find_nodes([one["survey"] for one in told]))
 
     same = {path: value for path, value in leaves(config).items() if path not in OWN} | versions() | {"the kind of device": machine.kind}
+    if cluster:
+        same["the content of runtime.cluster"] = hashlib.sha256(repr(cluster).encode()).hexdigest()[:8]
     nodes = nodes_from(peers.settle({"same": same, "survey": survey(machine, peers.job, peers.host)}, decide))
     job = dataclasses.replace(config.runtime, num_processes=peers.job.num_processes)
-    planned, choice = resolve_mesh(dataclasses.replace(config, runtime=job), machine, nodes)
+    planned, choice = resolve_mesh(dataclasses.replace(config, runtime=job), machine, nodes, cluster)
     return resolve(planned, nodes), nodes, choice
 
 

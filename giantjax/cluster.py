@@ -68,6 +68,10 @@ class Cluster:
     num_nodes: int
     gpus_per_node: int = 8
     network: NetworkLink = field(default_factory=lambda: network("infiniband", 100))
+    inside_bandwidth: float | None = None
+    """Bytes/s of each GPU in an all-reduce over its node, where that was measured; None takes a share of NVLink's line rate."""
+    has_link: bool = True
+    """Whether `network` is known; a file of one node need not say."""
     node: str = ""
     """Kind of node where it is not the usual one: `DGX-2` joins its V100 by a switch, `DGX-1V` eight of them in a cube mesh."""
 
@@ -104,7 +108,7 @@ def gpu_of_name(name: str) -> GPU:
 
 
 REFERENCE_GPUS = {"v100": "V100-32GB", "a100": "A100-40GB", "h100": "H100-80GB", "h200": "H200-141GB"}
-MOST_NODES = 128
+MOST_NODES, MOST_GPUS_PER_NODE = 128, 16
 
 
 def cluster_of_name(name: str) -> Cluster:

@@ -317,6 +317,9 @@ class RuntimeConfig:
     """Which of them this one is, from 0; None is what the launcher says."""
     start_timeout: float = 300.0
     """Seconds that the processes of a job wait for each other before training."""
+    cluster: str | None = None
+    """A cluster file, or the name of a cluster: its transport settings are exported before JAX starts, and an automatic mesh
+    is planned for its links. None leaves NCCL to itself."""
     compilation_cache: str = "auto"
     """Folder of compiled programs; auto is giantjax/compiled in the user's cache folder, off compiles anew each time."""
     memory_fraction: float = 0.92

@@ -79,6 +79,8 @@ class NetworkLink:
     achieved: float
     """Share of the line rate that collectives reach."""
     transport: Transport
+    measured: bool = False
+    """Whether `achieved` is this link's own, measured; the cost model then takes it as it is."""
 
     def __post_init__(self) -> None:
         for name, value in (("nic_gbits", self.nic_bandwidth * 8 / 1e9), ("nics_per_node", self.nics_per_node)):

@@ -1,8 +1,11 @@
-"""Which layout fits a cluster, how fast it will be and why the others lose: python scripts/plan.py --config NAME --cluster CLUSTER."""
+"""Which layout fits a cluster, how fast it will be and why the others lose: python scripts/plan.py --config NAME --cluster CLUSTER.
+
+`--measure FILE.toml`, started on every machine as pretrain.py is, measures the links of a cluster of your own for `--cluster FILE.toml`.
+"""
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from rich.console import Console
 
 from giantjax import command_line
 from giantjax.cluster import Cluster, cluster_of_name
-from giantjax.config import RunConfig
+from giantjax.config import RunConfig, RuntimeConfig
 from giantjax.errors import InputError
 from giantjax.planner.automatic import with_plan
 from giantjax.planner.explain import as_json, best_of_each_mesh, losers, mesh_in_words, plan_table
@@ -25,9 +28,9 @@ from giantjax.planner.verify import verify_plan
 class Arguments:
     """Rank the plans of a run on a cluster: step time, memory, traffic, and why the others lose."""
 
-    config: str
+    config: str | None = None
     """A shipped config, or the path of a Python file."""
-    cluster: str
+    cluster: str | None = None
     """GPUxNODES-NETWORKGBITS, such as v100x4-tcp100 or a100x4-rdma800, with nodes of 8 GPUs; or the path of a .toml or .json file."""
     top: int = 8
     """Plans to show, fastest first."""
@@ -37,17 +40,41 @@ class Arguments:
     """Compile the best plan for the cluster's GPUs, which need not be here (extra [aot])."""
     json: str | None = None
     """File to write the plans to."""
+    measure: str | None = None
+    """Measure the links of these machines for about a minute and write a cluster file, NAME.toml; nothing is planned."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """For --measure: devices and processes, as pretrain.py takes them."""
 
     def __post_init__(self) -> None:
+        if self.measure is not None:
+            self._check_measure()
+            return
+        for name in ("config", "cluster"):
+            if getattr(self, name) is None:
+                raise InputError(f"--{name} is missing")
+        if self.runtime != RuntimeConfig():
+            raise InputError("--runtime fields say how to --measure; planning takes none, so leave them out")
         if self.top < 1:
             raise InputError(f"--top is {self.top}; it must be at least 1")
         if self.verify and self.strategy != "auto":
             raise InputError(f"--verify compiles a plan of this program, which --strategy {self.strategy} is not; leave one of the two out")
 
+    def _check_measure(self) -> None:
+        given = [f"--{name}" for name in ("config", "cluster", "json") if getattr(self, name) is not None] + ["--verify"] * self.verify
+        if given:
+            raise InputError(f"--measure {self.measure} plans nothing, so leave {' and '.join(given)} out; plan with its file afterwards")
+        if self.runtime.cluster is not None:
+            raise InputError(f"--measure tries transports itself; leave --runtime.cluster {self.runtime.cluster} out")
+
 
 def main() -> int:
     """Print the table; exit code 2 where nothing fits."""
     arguments = command_line.parse(Arguments, sys.argv[1:])
+    if arguments.measure is not None:
+        from giantjax.measure.cluster import measure_cluster
+
+        return measure_cluster(Path(arguments.measure), arguments.runtime)
+    assert arguments.config is not None and arguments.cluster is not None
     config, cluster = command_line.preset(arguments.config), cluster_of_name(arguments.cluster)
     if arguments.strategy == "auto":
         found = search(config, cluster)

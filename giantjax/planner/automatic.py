@@ -25,8 +25,8 @@ def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
     )
 
 
-def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes) -> tuple[RunConfig, str | None]:
-    """`config` with its mesh chosen where it asks for that, and a sentence that says so.
+def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes, like: Cluster | None = None) -> tuple[RunConfig, str | None]:
+    """`config` with its mesh chosen where it asks for that, for the links of `like`, and a sentence that says so.
 
     One device leaves nothing to choose.
 
@@ -35,7 +35,7 @@ def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes) -> tuple[Run
     """
     if config.mesh.plan == "config":
         return config, None
-    cluster = cluster_of_nodes(machine, nodes)
+    cluster = cluster_of_nodes(machine, nodes, like)
     if cluster.num_gpus == 1:
         return replace(config, mesh=replace(config.mesh, plan="config")), None
     found = search(config, cluster)
@@ -54,22 +54,35 @@ def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes) -> tuple[Run
 def choice_in_words(best: Priced, cluster: Cluster) -> str:
     """The chosen plan and what is expected of it."""
     plan, cost = best.plan, best.cost
+    link = f", {cluster.network.node_bandwidth / 1e9:.3g} GB/s {cluster.network.fabric} a node" if cluster.network.measured else ""
     return (
-        f"automatic mesh for {cluster.num_gpus} {cluster.gpu.name}: {mesh_in_words(plan)}, {plan.num_microbatches} microbatches of "
+        f"automatic mesh for {cluster.num_gpus} {cluster.gpu.name}{link}: {mesh_in_words(plan)}, {plan.num_microbatches} microbatches of "
         f"{plan.microbatch_size}, recompute {plan.recompute}, ZeRO {plan.zero_stage}; about {cost.seconds:.2g} s a step, "
         f"{cost.samples_per_s:.3g} samples/s, {in_words(best.fullest.total)} on each"
     )
 
 
-def cluster_of_nodes(machine: Machine, nodes: Nodes) -> Cluster:
-    """A cluster of `nodes` like this machine; of simulated devices, nodes of up to 8 STAND_INs."""
-    counts, link = list(nodes.per_node.values()), network("infiniband", 100, 1)
+def cluster_of_nodes(machine: Machine, nodes: Nodes, like: Cluster | None = None) -> Cluster:
+    """A cluster of `nodes` like this machine, with the links of `like`; of simulated devices, nodes and GPUs of `like`, or up to 8 STAND_INs.
+
+    Without `like` a node has one card of 100 Gb/s InfiniBand.
+
+    Raises:
+        InputError: there are several nodes, and `like` has no link between them.
+    """
+    counts = list(nodes.per_node.values())
+    if like and not like.has_link and len(counts) > 1:
+        raise InputError(
+            f"runtime.cluster {like.name} says nothing of a link, but this job has {len(counts)} nodes; measure them all by "
+            "plan.py --measure, or add a table [network] to its file"
+        )
+    base = like or Cluster("", gpu_of_name(STAND_IN), 1, 8, network("infiniband", 100, 1))
     if machine.simulated:
         total = sum(counts)
-        per_node = 8 if total % 8 == 0 else total
-        return Cluster("simulated", gpu_of_name(STAND_IN), total // per_node, per_node, link)
-    gpu = gpu_of_kind(machine.kind) or _unknown(machine)
-    return Cluster("these nodes", gpu, len(counts), min(counts), link)
+        per_node = base.gpus_per_node if total % base.gpus_per_node == 0 else total
+        return replace(base, name="simulated", num_nodes=total // per_node, gpus_per_node=per_node)
+    gpu = gpu_of_kind(machine.kind) or (like.gpu if like else _unknown(machine))
+    return replace(base, name="these nodes", gpu=gpu, num_nodes=len(counts), gpus_per_node=min(counts))
 
 
 def _unknown(machine: Machine) -> GPU:

@@ -51,14 +51,15 @@ class Wires:
             "infiniband": constants.infiniband if through_host else constants.infiniband_direct,
             "roce": constants.roce,
         }
-        # A measured or configured share that is lower holds.
+        # A configured share that is lower holds, a measured one always.
         self.achieved = min(fitted.get(link.fabric, 1.0), link.achieved) if link.fabric != "omni-path" else fitted["omni-path"]
+        self.achieved = link.achieved if link.measured else self.achieved
         self.node_bandwidth = link.nic_bandwidth * link.nics_per_node * self.achieved
         """Bytes/s out of a node, and in."""
 
     def nvlink(self, num_gpus: int) -> float:
         """Bytes/s of each GPU in a collective of `num_gpus` GPUs of a node."""
-        whole = self.cluster.gpu.nvlink_bandwidth * self.constants.nvlink
+        whole = self.cluster.inside_bandwidth or self.cluster.gpu.nvlink_bandwidth * self.constants.nvlink
         # Without a switch a GPU reaches each of its quad's three others over a third of its links.
         return whole if self.cluster.switched else whole * min(1.0, (num_gpus - 1) / 3)
 

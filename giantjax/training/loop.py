@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from giantjax.data.sources import Source, fingerprint
 from giantjax.errors import TrainingFault
 from giantjax.fields import from_dict
 from giantjax.model.gpt import GPT, model_on_mesh
+from giantjax.nccl import read_log
 from giantjax.parallel.mesh import axes_in_words, build_mesh
 from giantjax.parallel.nodes import Nodes
 from giantjax.planner.flops import num_parameters
@@ -38,7 +40,14 @@ from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 SAVED_ON_SIGNAL = 143
 
 
-def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_data: Source | None, nodes: Nodes | None = None) -> int:
+def train(
+    config: RunConfig,
+    run: RunDirectory,
+    train_data: Source,
+    validation_data: Source | None,
+    nodes: Nodes | None = None,
+    nccl_log: Path | None = None,
+) -> int:
     """Train from the latest checkpoint, or from the start, to the last step; returns the exit code.
 
     Every process of a job does this, and process 0 alone prints and writes what is written once.
@@ -49,6 +58,7 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
         train_data: what to train on.
         validation_data: what to evaluate on, where there is any.
         nodes: where the devices are.
+        nccl_log: where NCCL logs what it chooses, which is said after the first step.
 
     Raises:
         InputError: the mesh does not fit the devices, or the run in the directory had another configuration.
@@ -113,6 +123,9 @@ def train(config: RunConfig, run: RunDirectory, train_data: Source, validation_d
         for step in range(first + 1, total + 1):
             state, metrics = compiled(state, batch)
             book.push(step, metrics)
+            if nccl_log and step == first + 1:
+                jax.block_until_ready(metrics)
+                progress.say(read_log(nccl_log) or "NCCL has not said what it chose")
             # The next batch is fetched and sent while the device works on this one.
             if step < total:
                 batch = next(batches)
