@@ -68,12 +68,12 @@ class Cluster:
     num_nodes: int
     gpus_per_node: int = 8
     network: NetworkLink = field(default_factory=lambda: network("infiniband", 100))
+    node: str = ""
+    """Kind of node where it is not the usual one: `DGX-2` joins its V100 by a switch, `DGX-1V` eight of them in a cube mesh."""
     inside_bandwidth: float | None = None
     """Bytes/s of each GPU in an all-reduce over its node, where that was measured; None takes a share of NVLink's line rate."""
     has_link: bool = True
     """Whether `network` is known; a file of one node need not say."""
-    node: str = ""
-    """Kind of node where it is not the usual one: `DGX-2` joins its V100 by a switch, `DGX-1V` eight of them in a cube mesh."""
 
     @property
     def num_gpus(self) -> int:

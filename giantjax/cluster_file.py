@@ -84,7 +84,7 @@ def _cluster(values: Any, path: Path) -> Cluster:
     _check(values.get("measured", {}), MEASURED, "measured.", required=())
     link = replace(link, measured=BETWEEN in values.get("measured", {}).get("links", {}))
     name, gpu = values.get("name", path.stem), gpu_of_name(values["gpu"])
-    return Cluster(name, gpu, nodes, per_node, link, _inside(values.get("inside")), has_link="network" in values)
+    return Cluster(name, gpu, nodes, per_node, link, inside_bandwidth=_inside(values.get("inside")), has_link="network" in values)
 
 
 def _inside(values: dict[str, Any] | None) -> float | None:

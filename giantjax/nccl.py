@@ -12,8 +12,9 @@ def export_transport(transport: Transport, environment: MutableMapping[str, str]
     """Set the variables of `transport` where the user has not; which, in words."""
     wanted = transport.environment()
     kept = {name: environment[name] for name, value in wanted.items() if environment.get(name, value) != value}
-    environment |= {name: value for name, value in wanted.items() if name not in kept}
-    said = in_words({name: value for name, value in wanted.items() if name not in kept}) or "nothing"
+    exported = {name: value for name, value in wanted.items() if name not in kept}
+    environment.update(exported)
+    said = in_words(exported) or "nothing"
     return said + (f"; {in_words(kept)} stays as it was set" if kept else "")
 
 
@@ -27,7 +28,7 @@ def listen(folder: Path, environment: MutableMapping[str, str]) -> Path | None:
     if environment.get("NCCL_DEBUG"):
         return None
     path = folder / "nccl.log"
-    environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
+    environment.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)})
     return path
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from giantjax.agreement import refuse_differences, versions
 from giantjax.cluster import this_machine
 from giantjax.config import RuntimeConfig
-from giantjax.errors import InputError, TrainingFault
+from giantjax.errors import TrainingFault
 from giantjax.launch import Job, find_job
 from giantjax.measure.fit import COLLECTIVES, Fit, measurable, sent_bytes
 from giantjax.measure.outcome import Surroundings, check_nodes, check_path, cluster_values, fits, write_cluster

@@ -45,8 +45,8 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Fit:
         latency, slope = 0.0, columns[1].sum() / (columns[1] ** 2).sum()
     if slope <= 0:
         raise InputError(
-            f"messages of {num_bytes[-1]:.0f} bytes take no longer than those of {num_bytes[0]:.0f} ({seconds[-1]:.3g} and {seconds[0]:.3g} s); "
-            "measure again when the machines are idle"
+            f"messages of {num_bytes[-1]:.0f} bytes take no longer than those of {num_bytes[0]:.0f} ({seconds[-1]:.3g} and "
+            f"{seconds[0]:.3g} s); measure again when the machines are idle"
         )
     deviation = np.max(np.abs((latency + slope * num_bytes) / seconds - 1))
     return Fit(float(latency), float(1 / slope), float(deviation))

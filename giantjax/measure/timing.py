@@ -83,7 +83,8 @@ def measure(request: Request, told: Any) -> dict[str, Any]:
 
 def _times(name: str, mesh: Any, request: Request) -> list[tuple[int, float]]:
     """(bytes, seconds) of one collective, the same on every process."""
-    begin, found = time.perf_counter(), []
+    begin = time.perf_counter()
+    found: list[tuple[int, float]] = []
     for size in request.sizes:
         if len(found) >= LEAST_SIZES:
             last_size, last = found[-1]

@@ -13,7 +13,7 @@ from giantjax.errors import InputError
 from giantjax.network import Transport
 
 SOCKETS = ((4, 4), (None, None), (8, 8), (2, 8), (16, 4), (8, 2), (1, 16))
-"""Threads and sockets a thread, those that did best on published clusters first (github.com/NVIDIA/nccl/issues/450); None is NCCL's choice."""
+"""Threads and sockets a thread, best first on published clusters (github.com/NVIDIA/nccl/issues/450); None is NCCL's choice."""
 SETTINGS = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 
 

@@ -63,9 +63,9 @@ def choice_in_words(best: Priced, cluster: Cluster) -> str:
 
 
 def cluster_of_nodes(machine: Machine, nodes: Nodes, like: Cluster | None = None) -> Cluster:
-    """A cluster of `nodes` like this machine, with the links of `like`; of simulated devices, nodes and GPUs of `like`, or up to 8 STAND_INs.
+    """A cluster of `nodes` like this machine, with the links of `like`; of simulated devices, nodes and GPUs like its own.
 
-    Without `like` a node has one card of 100 Gb/s InfiniBand.
+    Without `like` simulated nodes have up to 8 STAND_INs, and a node has one card of 100 Gb/s InfiniBand.
 
     Raises:
         InputError: there are several nodes, and `like` has no link between them.
