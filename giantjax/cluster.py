@@ -138,6 +138,14 @@ def cluster_of_name(name: str) -> Cluster:
     return Cluster(name, gpu_of_name(REFERENCE_GPUS[parts[1]]), num_nodes, 8, link)
 
 
+def cluster_of_field(field: str, name: str) -> Cluster:
+    """`cluster_of_name`, whose InputError names the field that it was given in."""
+    try:
+        return cluster_of_name(name)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from error
+
+
 @dataclass(frozen=True)
 class InstalledGPU:
     """One GPU of a machine, as its driver tells."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from giantjax import command_line, runtime
 from giantjax.agreement import settle_data, settle_run
-from giantjax.cluster import cluster_of_name, this_machine
+from giantjax.cluster import cluster_of_field, this_machine
 from giantjax.launch import find_job
 from giantjax.nccl import export_transport, listen
 from giantjax.peers import Peers
@@ -25,7 +25,7 @@ def main() -> int:
     job = find_job(os.environ, coordinator=asked.coordinator, num_processes=asked.num_processes, process_id=asked.process_id)
     with Peers(job, config.runtime.start_timeout) as peers:
         machine = this_machine(config.runtime.num_cpu_devices)
-        cluster = cluster_of_name(config.runtime.cluster) if config.runtime.cluster else None
+        cluster = cluster_of_field("runtime.cluster", config.runtime.cluster) if config.runtime.cluster else None
         config, nodes, choice = settle_run(config, machine, peers, cluster)
         check_fits(config, machine, map(command_line.preset, command_line.preset_names()))
 
