@@ -40,7 +40,7 @@ def main() -> int:
             print(f"{job.num_processes} processes with {nodes.in_words}, which met at {job.coordinator} ({job.source})", flush=True)
         if choice:
             print(choice, flush=True)
-    if cluster:
+    if cluster and cluster.has_link:
         said = export_transport(cluster.network.transport, os.environ)
         if job.process_id == 0:
             print(f"transport of {config.runtime.cluster}: {said}", flush=True)

@@ -24,7 +24,7 @@ from giantjax.launch import Job, find_job
 from giantjax.measure.fit import COLLECTIVES, Fit, measurable, sent_bytes
 from giantjax.measure.outcome import Surroundings, check_nodes, check_path, cluster_values, fits, write_cluster
 from giantjax.measure.timing import Request
-from giantjax.measure.transports import SETTINGS, common, interface_to, line_rate, rdma_cards, transports
+from giantjax.measure.transports import SETTINGS, common, interface_to, interfaces, line_rate, rdma_cards, transports
 from giantjax.nccl import in_words, listen
 from giantjax.network import Transport
 from giantjax.parallel.nodes import Nodes, find_nodes, nodes_from, survey
@@ -34,6 +34,8 @@ SECONDS = 60.0
 """For everything: once they are short no further transport is tried."""
 TRIAL = Request((), (2**20, 2**22, 2**24), 3.0, 45)
 """Of one transport, by what training does with gradients."""
+WHOLE_TIMEOUT = 120
+"""Seconds after which the timing of everything is given up."""
 SIZES = tuple(2**exponent for exponent in (14, 17, 20, 23, 26))
 """Up to the buckets in which gradients are summed."""
 SIZES_SIMULATED = SIZES[:-1]
@@ -87,7 +89,7 @@ class Measurement:
             say(f"best: {_named(self.now)}")
         sizes = SIZES_SIMULATED if self.where.simulated else SIZES
         say(f"timing {len(names)} collectives of {sizes[0] / 2**10:g} KiB to {sizes[-1] / 2**20:g} MiB")
-        return self._order("whole", Request(names, sizes, 24.0 / len(names), 120))
+        return self._order("whole", Request(names, sizes, 24.0 / len(names), WHOLE_TIMEOUT))
 
     def _order(self, stage: str, request: Request) -> dict[str, Any]:
         self.stage = stage
@@ -127,7 +129,9 @@ def measure_cluster(path: Path, asked: RuntimeConfig, environment: Mapping[str, 
         if job.process_id == 0:
             check_path(path)
         machine = this_machine(asked.num_cpu_devices)
-        told = peers.settle(_here(job, peers, machine, environment), lambda all_told: _survey(all_told, environment))
+        told = peers.settle(_here(job, peers, machine, environment), _survey)
+        # From here on one waits for the others' trials.
+        peers.seconds = max(peers.seconds, 2 * WHOLE_TIMEOUT)
         nodes = nodes_from(told["nodes"])
         counts = nodes.per_node
         where = Surroundings(
@@ -158,22 +162,24 @@ def _here(job: Job, peers: Peers, machine: Any, environment: Mapping[str, str]) 
         "same": versions() | {"the kind of device": machine.kind} | settings,
         "survey": survey(machine, job, peers.host),
         "interface": interface,
+        "interfaces": interfaces(),
         "gbits": line_rate(interface),
         "cards": rdma_cards(),
     }
 
 
-def _survey(told: list[Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def _survey(told: list[Any]) -> dict[str, Any]:
     """Nodes, interface and cards out of what all processes told; decided by process 0."""
     refuse_differences([one["same"] for one in told], [one["survey"]["host"] for one in told])
     nodes = find_nodes([one["survey"] for one in told])
     check_nodes(nodes.per_node)
-    # Process 0 cannot find the way to itself; the others can.
-    others = told[1:] or told
+    # Whoever is on the machine of process 0 does not see the interface that leads there; the others do.
+    interface = common([one["interface"] for one in told if one["interface"]])
+    known = any(one["interface"] for one in told) and all(one["interface"] or interface in one["interfaces"] for one in told)
     return {
         "nodes": dataclasses.asdict(nodes),
-        "interface": common([one["interface"] for one in others]),
-        "gbits": common([one["gbits"] for one in others]),
+        "interface": interface if known else None,
+        "gbits": common([one["gbits"] for one in told if one["interface"]]) if known else None,
         "cards": common([one["cards"] for one in told]) or [],
     }
 

@@ -32,6 +32,11 @@ def interface_to(host: str) -> str | None:
     return None
 
 
+def interfaces() -> list[str]:
+    """Names of the network interfaces of this machine."""
+    return sorted(psutil.net_if_addrs())
+
+
 def line_rate(interface: str | None, root: Path = Path("/sys/class/net")) -> float | None:
     """Gb/s of an interface as its driver tells; None where it does not, as of virtual ones."""
     try:
@@ -89,5 +94,5 @@ def transports(interface: str | None, *, rdma: bool, environment: Mapping[str, s
 
 
 def common(values: Sequence[Any]) -> Any:
-    """What all machines have alike; None where they differ."""
-    return values[0] if all(value == values[0] for value in values) else None
+    """What all machines have alike; None where they differ, or there are none."""
+    return values[0] if values and all(value == values[0] for value in values) else None

@@ -3,6 +3,7 @@
 import dataclasses
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,16 +241,40 @@ def test_cards_are_read_from_their_drivers(tmp_path):
     assert line_rate(None, tmp_path) is None and interface_to("127.0.0.1") is None and interface_to("no.such.host.invalid") is None
 
 
+def process(machine: str, interface: str | None, names: tuple[str, ...] = ("lo", "eth0"), gbits: float | None = 100.0):
+    """What a process with one GPU tells."""
+    gpu = {"index": 0, "uuid": f"GPU-{machine}", "bus": "0", "name": "Tesla V100-SXM2-32GB", "memory_bytes": 2**35}
+    one = {"host": machine, "local": None, "num_devices": 1, "machine": machine, "topology": "", "installed": [gpu], "visible": [gpu]}
+    return {"same": {}, "survey": one, "interface": interface, "interfaces": list(names), "gbits": interface and gbits, "cards": []}
+
+
+@pytest.mark.parametrize(
+    ("told", "interface", "gbits"),
+    [
+        ([process("a", None), process("b", "eth0"), process("c", "eth0")], "eth0", 100.0),
+        ([process("a", None), process("b", "eth0"), process("c", "eth0", gbits=None)], "eth0", None),
+        ([process("a", None), process("b", "eth0"), process("c", "ens3")], None, None),
+        ([process("a", None, ("lo", "ens3")), process("b", "eth0")], None, None),
+        ([process("a", None), process("b", None)], None, None),
+    ],
+)
+def test_the_interface_is_one_that_all_machines_have(told, interface, gbits):
+    found = measuring._survey(told)
+    assert (found["interface"], found["gbits"]) == (interface, gbits)
+
+
 # ---- what comes next ----
 
 
 def decided(monkeypatch, tmp_path, outcomes, *, seconds=4.0, where=NODES, queue=None):
     """The orders of a measurement whose trials end as `outcomes` has them by their environment, each after `seconds`; and the lines."""
-    clock, lines, orders = [0.0], [], []
+    clock = [0.0]
+    lines: list[str] = []
+    orders: list[dict[str, Any]] = []
     monkeypatch.setattr(measuring.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(measuring, "say", lines.append)
     measurement = Measurement(tmp_path / "lab.toml", Job("node0:1234", 4, 0, None, ""), where, list(queue), begin=0.0)
-    told = [None] * 4
+    told: list[Any] = [None] * 4
     while (order := measurement.decide(told))["stage"] != "done":
         orders.append(order)
         clock[0] += seconds

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.xdist_group("processes")
 def run(script: str, *arguments: str, jobs: int = 1, seconds: float = 240) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each process of a job."""
     job = ("--runtime.coordinator", f"127.0.0.1:{free_port()}", "--runtime.num-processes", str(jobs)) if jobs > 1 else ()
-    started = []
+    started: list[subprocess.Popen[str]] = []
     try:
-        for process in range(jobs):
-            own = ("--runtime.process-id", str(process)) if jobs > 1 else ()
+        for number in range(jobs):
+            own = ("--runtime.process-id", str(number)) if jobs > 1 else ()
             command = [sys.executable, str(SCRIPTS / script), *arguments, *job, *own]
             started.append(subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return [_ended(process, seconds) for process in started]

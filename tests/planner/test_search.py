@@ -12,7 +12,7 @@ from giantjax.config import MeshConfig
 from giantjax.errors import InputError
 from giantjax.network import network
 from giantjax.parallel.nodes import Nodes, Place
-from giantjax.planner.automatic import resolve_mesh, with_plan
+from giantjax.planner.automatic import cluster_of_nodes, resolve_mesh, with_plan
 from giantjax.planner.explain import as_json, losers, why
 from giantjax.planner.search import require_fitting, search
 from giantjax.planner.strategies import baseline
@@ -112,6 +112,23 @@ def test_an_automatic_mesh_is_chosen_for_the_machine():
     assert alone.mesh == MeshConfig() and silent is None
     with pytest.raises(InputError, match="nothing is known of the speed of Quadro"):
         resolve_mesh(config, Machine("Quadro", 8, 2**34, simulated=False), nodes_of(8))
+
+
+def test_an_automatic_mesh_is_planned_for_the_links_of_a_cluster():
+    four = Nodes(tuple(Place(f"node {i}", tuple(range(8)), None) for i in range(4)), {})
+    machine, like = Machine("NVIDIA A100-SXM4-80GB", 8, 80 * 2**30, simulated=False), cluster_of_name("v100x16-tcp100")
+    found = cluster_of_nodes(machine, four, like)
+    assert (found.gpu.name, found.num_nodes, found.gpus_per_node, found.network) == ("A100-80GB", 4, 8, like.network)
+    # Of a GPU that nobody knows, the cluster does.
+    assert cluster_of_nodes(Machine("Quadro", 8, 2**34, simulated=False), four, like).gpu.name == "V100-32GB"
+    rehearsal = cluster_of_nodes(Machine("CPU", 32, 2**34, simulated=True), nodes_of(32), like)
+    assert (rehearsal.gpu.name, rehearsal.num_nodes, rehearsal.network) == ("V100-32GB", 4, like.network)
+    # What is chosen depends on the link: the better, the more of a step's gradients may cross it.
+    config = replace(preset("gpt3_1b3"), mesh=MeshConfig(plan="auto"))
+    slow, fast = (replace(like, network=replace(network("tcp", gbits, 1, 1.0), measured=True)) for gbits in (0.5, 3200))
+    chosen = [resolve_mesh(config, machine, four, one) for one in (slow, fast)]
+    assert chosen[0][0].mesh != chosen[1][0].mesh and chosen[0][0].mesh.pipe > chosen[1][0].mesh.pipe
+    assert "automatic mesh for 32 A100-80GB, 0.0625 GB/s tcp a node: " in (chosen[0][1] or "")
 
 
 def test_a_rehearsal_on_simulated_devices_gets_a_mesh_of_that_size():

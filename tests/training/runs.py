@@ -78,7 +78,7 @@ def changed(config: RunConfig, **changes: Any) -> RunConfig:
     return from_dict(RunConfig, values)
 
 
-def train_here(config: RunConfig) -> int:
+def train_here(config: RunConfig, nccl_log: Path | None = None) -> int:
     """Train as pretrain.py does, in this process; the exit code. What was compiled before is not compiled again."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -88,7 +88,7 @@ def train_here(config: RunConfig) -> int:
             mock.patch.object(loop, "build_train_step", lambda *a, **k: _train_step_once(config, *a, **k)),
             mock.patch.object(loop, "build_eval_step", lambda *a, **k: _eval_step_once(config, *a, **k)),
         ):
-            return loop.train(config, run, *open_sources(config))
+            return loop.train(config, run, *open_sources(config), nccl_log=nccl_log)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -179,6 +179,14 @@ def screen_of(output: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def test_what_nccl_chose_is_said_once_after_the_first_step(whole, tmp_path, capsys):
+    log = tmp_path / "nccl.log"
+    log.write_text("node1:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nnode1:1:2 [0] NCCL INFO Using network Socket\n")
+    assert train_here(copy_of(whole, tmp_path / "run", 24), nccl_log=log) == 0
+    out = capsys.readouterr().out
+    assert out.count("NCCL: Socket over eth0\n") == 1 and out.index("compiled in") < out.index("NCCL:") < out.index("step 25/30")
+
+
 def test_a_live_line_on_a_terminal(whole, tmp_path, monkeypatch):
     config = copy_of(whole, tmp_path / "run", 18)
     monkeypatch.setenv("TERM", "xterm-256color")
