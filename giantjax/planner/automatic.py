@@ -69,7 +69,7 @@ def cluster_of_nodes(machine: Machine, nodes: Nodes) -> Cluster:
         per_node = 8 if total % 8 == 0 else total
         return Cluster("simulated", gpu_of_name(STAND_IN), total // per_node, per_node, link)
     gpu = gpu_of_kind(machine.kind) or _unknown(machine)
-    return Cluster("these nodes", gpu, len(counts), min(counts), link)
+    return Cluster("this machine" if len(counts) == 1 else f"these {len(counts)} nodes", gpu, len(counts), min(counts), link)
 
 
 def _unknown(machine: Machine) -> GPU:
