@@ -166,10 +166,19 @@ DIVISORS = (
     tiny("fewer-cpu-devices-than-mesh", "--runtime.num-cpu-devices 1 --mesh.data 2", "num_cpu_devices is 1", "num_cpu_devices to 2"),
 )
 
+LOSS_SCALE = (
+    tiny("scale-outside", "--loss-scale.initial 0.5", "loss_scale.initial is 0.5", "between loss_scale.floor 1.0 and loss_scale.ceiling"),
+    tiny("scale-that-shrinks", "--loss-scale.growth 0.5", "loss_scale.growth is 0.5; it must be above 1"),
+    tiny("scale-that-never-falls", "--loss-scale.backoff 1", "loss_scale.backoff is 1.0; it must be above 0 and below 1"),
+    tiny("static-zero", "--loss-scale.static 0", "loss_scale.static is 0.0; it must be above 0"),
+    tiny("no-patience", "--loss-scale.hysteresis 0", "loss_scale.hysteresis is 0; it must be at least 1"),
+    tiny("no-skips", "--loss-scale.skip-limit 0", "loss_scale.skip_limit is 0; it must be at least 1"),
+)
+
 NOT_YET = tuple(
     tiny(f"not-yet-{option.split('.')[1].replace(' ', '-')}", f"--{option}", f"{option.partition(' ')[0].replace('-', '_')} is ")
     for option in (
-        *("training.zero-stage 2", "training.zero-stage 7", "training.precision fp16"),
+        *("training.zero-stage 2", "training.zero-stage 7"),
         *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule interleaved", "pipeline.schedule mine.csv"),
     )
 )
@@ -343,7 +352,7 @@ PREPARE = (
 )
 
 CASES = (
-    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *NOT_YET, *DATA, *CONFIGS),
+    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *LOSS_SCALE, *NOT_YET, *DATA, *CONFIGS),
     *(*RUN_DIRECTORY, *GENERATE, *PLAN, *PREPARE),
 )
 
