@@ -791,3 +791,15 @@ def test_spellings_that_are_no_mistakes(folder: Path) -> None:
     words = ["--config=tiny.py", "--training.num_steps=7", "--run_dir", "a_b", "--seed", "1", "--seed=2", "--logging.no-tensorboard"]
     config = command_line.parse_run(words, "")
     assert (config.training.num_steps, config.run_dir, config.seed, config.logging.tensorboard) == (7, "a_b", 2, False)
+
+
+def test_output_that_nobody_reads_to_the_end(tmp_path: Path) -> None:
+    """As under `| head`; and on a disk that is full, which is a fault."""
+    script = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "pretrain.py"), "--help-all"]
+    with subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(script, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (3, b"stopped: what is printed cannot be written: No space left on device\n")
