@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import errno
 import inspect
 import io
 import itertools
@@ -42,10 +43,25 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a script's main and exit: 2 for bad input and 3 for a detected fault, each with one sentence on stderr."""
     try:
         code = main()
+        sys.stdout.flush()
     except (InputError, TrainingFault) as error:
         code = report(error)
-    sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as `| head` has; a program in C would end by SIGPIPE.
+        _discard_output()
+        code = 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        _discard_output()
+        print("stopped: what is printed cannot be written: No space left on device", file=sys.stderr)
+        code = 3
     sys.exit(code)
+
+
+def _discard_output() -> None:
+    """Let what is left in the buffer go nowhere, so that Python does not try to write it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def preset_names() -> list[str]:

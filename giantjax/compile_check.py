@@ -57,8 +57,7 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     Args:
         config: the run, its mesh as large as the cluster; degrees that are None are inferred from it.
         cluster: what it would run on.
-        compute: type of matrix products in the place of the configured one. fp16, which training refuses until it scales
-            the loss, compiles here: scaling adds a few numbers to the program.
+        compute: type of matrix products in the place of the configured one.
 
     Raises:
         InputError: the extra `[aot]` is not installed, or the mesh does not fit the cluster.
@@ -73,7 +72,8 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     begin = time.perf_counter()
     model = model_on_mesh(config, DTYPES[chosen])
     optimizer = build_optimizer(config, model.decays)
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression)
+    scales = config.loss_scale if chosen == "fp16" else None
+    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression, scales)
     step = build_train_step(
         model,
         optimizer,

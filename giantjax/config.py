@@ -99,7 +99,8 @@ class TrainingConfig:
     compression: Literal["none", "bf16", "int8"] = "none"
     """How gradients are rounded where they cross between nodes, on mesh.replica; what is rounded off is added in the next step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Compute precision; auto is bf16 where the hardware has it and fp32 on a CPU. Parameters, reductions, softmax and loss stay fp32."""
+    """Compute precision; auto is bf16 where the hardware has it, fp16 on V100 and T4, and fp32 on a CPU. Parameters, reductions,
+    softmax and loss stay fp32."""
     recompute: str = "none"
     """Activations made again in the backward pass: none (no matrix product is redone), selective (the attention
     core), full (everything but each layer's input), full:K (everything but the input of every K-th layer)."""
@@ -114,8 +115,6 @@ class TrainingConfig:
             raise InputError(f"training.zero_stage is {self.zero_stage}; the stages are 0, 1, 2 and 3")
         if self.zero_stage > 1:
             raise InputError(f"training.zero_stage is {self.zero_stage}, which this version does not have yet; use 0 or 1")
-        if self.precision == "fp16":
-            raise InputError("training.precision is fp16, which needs loss scaling that this version does not have; use auto, fp32 or bf16")
         kind, _, interval = self.recompute.partition(":")
         if self.recompute not in ("none", "selective", "full") and not (kind == "full" and interval.isdecimal() and int(interval) > 0):
             raise InputError(f"training.recompute is {self.recompute!r}; the policies are none, selective, full and full:K, such as full:2")
@@ -124,6 +123,47 @@ class TrainingConfig:
     def recompute_interval(self) -> int:
         """Layers whose input is kept once between them under `full` (1) and `full:K` (K)."""
         return int(self.recompute.partition(":")[2] or 1)
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """What the loss is multiplied by in fp16, so that small gradients are not lost; a step that overflows is skipped."""
+
+    static: float | None = None
+    """A scale that never changes; None starts at `initial` and follows overflows."""
+    initial: float = 65536.0
+    """The first scale."""
+    growth: float = 2.0
+    """Factor by which the scale grows after growth_interval steps without overflow."""
+    growth_interval: int = 1000
+    """Steps without overflow after which the scale grows."""
+    backoff: float = 0.5
+    """Factor by which the scale falls."""
+    hysteresis: int = 2
+    """Overflows before the scale falls for the first time since it grew."""
+    floor: float = 1.0
+    """Least scale."""
+    ceiling: float = 16777216.0
+    """Largest scale."""
+    skip_limit: int = 50
+    """Steps skipped in a row at which the run stops."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "loss_scale")
+        for name in ("growth_interval", "hysteresis", "skip_limit"):
+            at_least(f"loss_scale.{name}", getattr(self, name), 1)
+        above_zero("loss_scale.floor", self.floor)
+        if self.static is not None:
+            above_zero("loss_scale.static", self.static)
+        if not self.floor <= self.initial <= self.ceiling:
+            raise InputError(
+                f"loss_scale.initial is {self.initial}; it must lie between loss_scale.floor {self.floor} and "
+                f"loss_scale.ceiling {self.ceiling}"
+            )
+        if self.growth <= 1:
+            raise InputError(f"loss_scale.growth is {self.growth}; it must be above 1, such as 2")
+        if not 0 < self.backoff < 1:
+            raise InputError(f"loss_scale.backoff is {self.backoff}; it must be above 0 and below 1, such as 0.5")
 
 
 @dataclass(frozen=True)
@@ -347,6 +387,7 @@ class RunConfig:
     model: ModelConfig
     training: TrainingConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -114,9 +114,13 @@ class Program(NamedTuple):
     forms: TrainState
 
 
+def mesh_of(*degrees: int) -> Mesh:
+    """The first devices, in the order of AXES."""
+    return Mesh(np.array(jax.devices()[: np.prod(degrees)]).reshape(degrees), AXES)
+
+
 def program(case: Case) -> Program:
-    degrees = (case.pipe, case.replica, case.data, case.tensor)
-    mesh = Mesh(np.array(jax.devices()[: np.prod(degrees)]).reshape(degrees), AXES)
+    mesh = mesh_of(case.pipe, case.replica, case.data, case.tensor)
     config = ModelConfig(
         num_layers=case.layers,
         hidden_size=32,

@@ -166,10 +166,19 @@ DIVISORS = (
     tiny("fewer-cpu-devices-than-mesh", "--runtime.num-cpu-devices 1 --mesh.data 2", "num_cpu_devices is 1", "num_cpu_devices to 2"),
 )
 
+LOSS_SCALE = (
+    tiny("scale-outside", "--loss-scale.initial 0.5", "loss_scale.initial is 0.5", "between loss_scale.floor 1.0 and loss_scale.ceiling"),
+    tiny("scale-that-shrinks", "--loss-scale.growth 0.5", "loss_scale.growth is 0.5; it must be above 1"),
+    tiny("scale-that-never-falls", "--loss-scale.backoff 1", "loss_scale.backoff is 1.0; it must be above 0 and below 1"),
+    tiny("static-zero", "--loss-scale.static 0", "loss_scale.static is 0.0; it must be above 0"),
+    tiny("no-patience", "--loss-scale.hysteresis 0", "loss_scale.hysteresis is 0; it must be at least 1"),
+    tiny("no-skips", "--loss-scale.skip-limit 0", "loss_scale.skip_limit is 0; it must be at least 1"),
+)
+
 NOT_YET = tuple(
     tiny(f"not-yet-{option.split('.')[1].replace(' ', '-')}", f"--{option}", f"{option.partition(' ')[0].replace('-', '_')} is ")
     for option in (
-        *("training.zero-stage 2", "training.zero-stage 7", "training.precision fp16"),
+        *("training.zero-stage 2", "training.zero-stage 7"),
         *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule interleaved", "pipeline.schedule mine.csv"),
     )
 )
@@ -343,7 +352,7 @@ PREPARE = (
 )
 
 CASES = (
-    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *NOT_YET, *DATA, *CONFIGS),
+    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *LOSS_SCALE, *NOT_YET, *DATA, *CONFIGS),
     *(*RUN_DIRECTORY, *GENERATE, *PLAN, *PREPARE),
 )
 
@@ -782,3 +791,15 @@ def test_spellings_that_are_no_mistakes(folder: Path) -> None:
     words = ["--config=tiny.py", "--training.num_steps=7", "--run_dir", "a_b", "--seed", "1", "--seed=2", "--logging.no-tensorboard"]
     config = command_line.parse_run(words, "")
     assert (config.training.num_steps, config.run_dir, config.seed, config.logging.tensorboard) == (7, "a_b", 2, False)
+
+
+def test_output_that_nobody_reads_to_the_end(tmp_path: Path) -> None:
+    """As under `| head`; and on a disk that is full, which is a fault."""
+    script = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "pretrain.py"), "--help-all"]
+    with subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(script, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (3, b"stopped: what is printed cannot be written: No space left on device\n")

@@ -49,8 +49,7 @@ def pipeline(arguments: Pipeline) -> int:
     # Compiled programs are timed, so none is taken from a cache.
     runtime.start(RuntimeConfig(num_cpu_devices=1, compilation_cache="off"))
     from giantjax.compile_check import compile_lowered, lower_plan
-    from giantjax.compile_report import Compute, Report
-    from giantjax.targets import target_of
+    from giantjax.compile_report import Report
 
     titles = ["cluster", "mesh", "microbatch", "schedule", "recompute", "products", "memory", "of", "boundaries", "gradients", "else"]
     table = Table(*titles, "hidden forward", "back", "sums in ticks", "compile", box=None)
@@ -71,10 +70,8 @@ def pipeline(arguments: Pipeline) -> int:
 
     for name, words in itertools.product(arguments.target, arguments.mesh):
         cluster = cluster_of_name(name)
-        # V100 has no bf16; fp16 without loss scaling is the same program but for a few numbers.
-        compute: Compute | None = "fp16" if target_of(cluster).capability < 8 and base.training.precision == "auto" else None
         for config in _variants(base, cluster, words, arguments):
-            lowered = lower_plan(config, cluster, compute)
+            lowered = lower_plan(config, cluster)
             first = config.pipeline.schedule == arguments.schedule[0] and config.training.recompute == arguments.recompute[0]
             for products in arguments.products if first else arguments.products[:1]:
                 report = compile_lowered(lowered, triton=products == "triton")

@@ -238,23 +238,26 @@ class Slots(NamedTuple):
     number: int
     """Slots a stage needs."""
     write: Int[np.ndarray, "K S"]
-    """Slot that the tick's forward action fills; IDLE where there is none."""
+    """Slot that the tick's forward action fills; where there is none, one that nothing is in, or IDLE."""
     read: Int[np.ndarray, "K S"]
     """Slot that the tick's backward action takes."""
 
     def of_stage(self, stage: int) -> "Slots":
         """The columns of one stage, with as many slots as it needs by itself."""
         write, read = self.write[:, [stage]], self.read[:, [stage]]
-        return Slots(int(write.max()) + 1, write, read)
+        number = int(read.max()) + 1
+        return Slots(number, np.where(write < number, write, IDLE), read)
 
 
 def residual_slots(schedule: Schedule) -> Slots:
     """Slots by liveness: a slot is free again in the tick whose backward action has taken it.
 
-    Backward runs before forward in a tick, so that the forward action of the same tick may fill the slot anew.
+    Backward runs before forward in a tick, so that the forward action of the same tick may fill the slot anew. Where a stage
+    has nothing to do, `write` names a slot that is free, as all but small 1F1B schedules and GPipe's last ticks have.
     """
     write = np.full(schedule.forward.shape, IDLE, np.int32)
     read = np.full(schedule.forward.shape, IDLE, np.int32)
+    taken: dict[tuple[int, int], set[int]] = {}
     number = 1
     for stage in range(schedule.num_stages):
         held: dict[int, int] = {}
@@ -272,6 +275,10 @@ def residual_slots(schedule: Schedule) -> Slots:
                 held[begun] = slot
                 write[tick, stage] = slot
                 number = max(number, slot + 1)
+            else:
+                taken[tick, stage] = set(held.values())
+    for place, slots in taken.items():
+        write[place] = min(set(range(number)) - slots, default=IDLE)
     return Slots(number, write, read)
 
 

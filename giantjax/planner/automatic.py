@@ -82,7 +82,8 @@ def cluster_of_nodes(machine: Machine, nodes: Nodes, like: Cluster | None = None
         per_node = base.gpus_per_node if total % base.gpus_per_node == 0 else total
         return replace(base, name="simulated", num_nodes=total // per_node, gpus_per_node=per_node)
     gpu = gpu_of_kind(machine.kind) or (like.gpu if like else _unknown(machine))
-    return replace(base, name="these nodes", gpu=gpu, num_nodes=len(counts), gpus_per_node=min(counts))
+    name = "this machine" if len(counts) == 1 else f"these {len(counts)} nodes"
+    return replace(base, name=name, gpu=gpu, num_nodes=len(counts), gpus_per_node=min(counts))
 
 
 def _unknown(machine: Machine) -> GPU:

@@ -30,6 +30,7 @@ class Bookkeeper:
         self._pending: tuple[int, StepMetrics] | None = None
         self._record: Record | None = None
         self._clock = time.perf_counter()
+        self._skipped_in_a_row = 0
 
     def start_clock(self) -> None:
         """Count the time of the next step from now: a save or an evaluation is not part of a step."""
@@ -63,7 +64,14 @@ class Bookkeeper:
         for file in self._files:
             file.append(record)
         self.progress.show(record)
-        if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+        limit = self.config.loss_scale.skip_limit
+        if self._skipped_in_a_row >= limit:
+            self.close()
+            raise TrainingFault(
+                f"at step {record['step']} gradients overflowed for the {limit}th time in a row, at a loss scale of "
+                f"{record['loss_scale']:g}; a lower optimizer.learning_rate or a longer optimizer.warmup is the usual remedy"
+            )
+        if not self._skipped_in_a_row and not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
             self.close()
             raise TrainingFault(
                 f"at step {record['step']} the loss is {record['loss']} and the gradient norm {record['grad_norm']}; "
@@ -81,7 +89,8 @@ class Bookkeeper:
             file.close()
 
     def _make_record(self, step: int, metrics: StepMetrics) -> Record:
-        loss, grad_norm, learning_rate, reported = jax.tree.map(float, jax.device_get(metrics))
+        loss, grad_norm, learning_rate, reported, loss_scale, skipped, in_a_row = jax.tree.map(float, jax.device_get(metrics))
+        self._skipped_in_a_row = int(in_a_row)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         samples, consumed = self.config.training.global_batch_size, self.consumed_samples(step)
@@ -96,6 +105,6 @@ class Bookkeeper:
             "mfu": samples * flops_per_sample(self.config.model) / seconds / (self.peak[0] * self.config.mesh.num_devices),
             "consumed_samples": consumed,
             "consumed_tokens": consumed * self.config.model.sequence_length,
-            "loss_scale": 1.0,
-            "skipped": 0,
+            "loss_scale": loss_scale,
+            "skipped": int(skipped),
         } | reported

@@ -60,7 +60,8 @@ def disk_forms(model: Model, optimizer: Optimizer, layout: Layout) -> TrainState
     moments = optax.tree_map_params(
         optimizer.transform, lambda _, form: form, layout.shapes.optimizer, params, transform_non_params=lambda _: same
     )
-    return TrainState(same, params, moments, jax.tree.map(lambda _: same, layout.shapes.feedback))
+    others = jax.tree.map(lambda _: same, (layout.shapes.feedback, layout.shapes.scaling))
+    return TrainState(same, params, moments, *others)
 
 
 def to_disk(state: PyTree, forms: PyTree) -> PyTree:

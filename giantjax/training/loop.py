@@ -34,7 +34,7 @@ from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, write_record
-from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, init_state, layout_of, without_errors
+from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, first_scale, init_state, layout_of, without_errors
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 
 SAVED_ON_SIGNAL = 143
@@ -176,26 +176,26 @@ def assemble(config: RunConfig, nodes: Nodes | None = None) -> Parts:
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
     model = model_on_mesh(config, DTYPES[precision])
     optimizer = build_optimizer(config, model.decays)
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression)
+    scales = config.loss_scale if precision == "fp16" else None
+    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression, scales)
     return Parts(config, reason, model, optimizer, layout, disk_forms(model, optimizer, layout))
 
 
 def restored_state(store: CheckpointStore, parts: Parts, position: Position) -> TrainState:
-    """The state saved at `position`; what rounding took off on another mesh is left out, which costs a part of one step."""
-    layout, forms = parts.layout, parts.forms
+    """The state saved at `position`.
+
+    What rounding took off on another mesh is left out, which costs a part of one step; so is a loss scale of another precision.
+    """
+    layout, forms, like = parts.layout, parts.forms, abstract_state(parts.layout)
     before, now = from_dict(RunConfig, position.config), parts.config
     rounds = lambda config: (config.mesh, config.training.zero_stage, config.training.compression)  # noqa: E731
-    wanted = {
-        name: tree
-        for name, tree in abstract_disk_state(layout, forms)._asdict().items()
-        if name != "feedback" or (tree and rounds(before) == rounds(now))
-    }
-    read = {"feedback": ()} | store.read_state(position.step, wanted)
-    like = abstract_state(layout)
-    if not read["feedback"]:
-        forms, like = forms._replace(feedback=()), like._replace(feedback=())
-    state = to_device(TrainState(**read), forms, like)
-    return state if read["feedback"] else state._replace(feedback=without_errors(layout))
+    kept = {"feedback": rounds(before) == rounds(now), "scaling": before.training.precision == now.training.precision}
+    left_out = {name: () for name, same in kept.items() if not (same and getattr(like, name))}
+    wanted = {name: tree for name, tree in abstract_disk_state(layout, forms)._asdict().items() if name not in left_out}
+    read = TrainState(**(store.read_state(position.step, wanted) | left_out))
+    state = to_device(read, forms._replace(**left_out), like._replace(**left_out))
+    fresh = {"feedback": without_errors, "scaling": first_scale}
+    return state._replace(**{name: fresh[name](layout) for name in left_out})
 
 
 def batches_on_mesh(parts: Parts, data: Source, start_sample: int) -> Iterator[dict[str, jax.Array]]:

@@ -10,11 +10,13 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from giantjax.config import LossScaleConfig
 from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
 from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
+from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
 
 
@@ -29,6 +31,8 @@ class TrainState(NamedTuple):
     """Of optax."""
     feedback: PyTree = ()
     """What compression took off the last gradients, a row a device; nothing where none is compressed."""
+    scaling: PyTree = ()
+    """The `LossScale`; nothing where the loss is not scaled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,8 @@ class Layout:
     """PartitionSpec of each leaf of the state."""
     shapes: TrainState
     """Shape and type of each leaf of the state, on the devices."""
+    loss_scale: LossScaleConfig | None
+    """How the loss is scaled; None where it is not."""
 
     @property
     def shardings(self) -> TrainState:
@@ -55,10 +61,18 @@ class Layout:
         return shardings(self.mesh, self.state)
 
 
-def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 0, compression: Compression = "none") -> Layout:
+def layout_of(
+    model: Model,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    zero_stage: int = 0,
+    compression: Compression = "none",
+    loss_scale: LossScaleConfig | None = None,
+) -> Layout:
     """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too.
 
-    `compression` is of the gradients that cross between nodes, on the mesh axis `replica`.
+    `compression` is of the gradients that cross between nodes, on the mesh axis `replica`. `loss_scale` is for models that compute
+    in fp16.
     """
     num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
     table = layer_table(num_layers, mesh.shape["pipe"])
@@ -72,8 +86,11 @@ def layout_of(model: Model, optimizer: Optimizer, mesh: Mesh, zero_stage: int = 
     )
     reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression)
     errors = reduction.errors()
-    specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs())
-    return Layout(mesh, table, params, zero_dims, reduction, specs, shapes._replace(feedback=errors))
+    scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
+    same = jax.tree.map(lambda _: PartitionSpec(), scaling)
+    specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs(), same)
+    shapes = shapes._replace(feedback=errors, scaling=scaling)
+    return Layout(mesh, table, params, zero_dims, reduction, specs, shapes, loss_scale)
 
 
 def _is_spec(value: object) -> bool:
@@ -104,7 +121,7 @@ def init_state(model: Model, optimizer: Optimizer, layout: Layout, seed: int) ->
     """The state before the first step, made on the devices that hold it: the same numbers on any mesh."""
 
     def make(key: Array) -> TrainState:
-        return _new_state(model, optimizer, layout.layers, key)._replace(feedback=_zeros(layout))
+        return _new_state(model, optimizer, layout.layers, key)._replace(feedback=_zeros(layout), scaling=_first_scale(layout))
 
     return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
 
@@ -112,6 +129,15 @@ def init_state(model: Model, optimizer: Optimizer, layout: Layout, seed: int) ->
 def without_errors(layout: Layout) -> PyTree:
     """The `feedback` of a state that has yet to round a gradient."""
     return jax.jit(lambda: _zeros(layout), out_shardings=layout.shardings.feedback)()
+
+
+def first_scale(layout: Layout) -> PyTree:
+    """The `scaling` of a state before the first step."""
+    return jax.jit(lambda: _first_scale(layout), out_shardings=layout.shardings.scaling)()
+
+
+def _first_scale(layout: Layout) -> PyTree:
+    return initial_scale(layout.loss_scale) if layout.loss_scale else ()
 
 
 def _zeros(layout: Layout) -> PyTree:

@@ -1,5 +1,6 @@
 """The train step and the evaluation step: one `shard_map` over the whole mesh."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from giantjax.parallel.pipeline import Sums, run_schedule, varying, varying_axes
 from giantjax.parallel.schedule import forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
 from giantjax.parallel.stages import Batch, Model, Params
+from giantjax.training.loss_scale import next_scale
 from giantjax.training.optimizer import Optimizer, clipped
 from giantjax.training.state import Layout, TrainState
 from giantjax.xla_flags import compiler_options
@@ -30,6 +32,12 @@ class StepMetrics(NamedTuple):
     learning_rate: Float32[Array, ""]
     reported: dict[str, Array]
     """Further means that the model names."""
+    loss_scale: Array | float = 1.0
+    """That the step was taken with."""
+    skipped: Array | int = 0
+    """Steps of the run whose gradients overflowed, so that nothing was updated."""
+    skipped_in_a_row: Array | int = 0
+    """Of those, how many since the last step that was not; 0 where this step was not."""
 
 
 BATCH_SPEC = partition_spec(("batch",))
@@ -57,22 +65,36 @@ def build_train_step(
         schedule: name of a pipeline schedule.
         recompute: what the backward pass makes again, as `apply_blocks` says.
     """
-    table = schedule_of_name(schedule, len(layout.layers), num_microbatches)
+    table, scales = schedule_of_name(schedule, len(layout.layers), num_microbatches), layout.loss_scale
+    ways = num_microbatches * math.prod(layout.mesh.shape[axis] for axis in BATCH_AXES)
 
     def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         total = _total_weight(model, batch)
         batches = _microbatches(batch, num_microbatches)
-        sums = run_schedule(model, table, layout.layers, recompute, varying(state.params), batches, state.step, total)
-        loss, metrics = _sum_scalars(sums)
+        # The mean over the global batch is a sum of means over microbatches, each smaller by their number.
+        factor = state.scaling.scale * ways if scales else jnp.float32(1)
+        sums = run_schedule(model, table, layout.layers, recompute, varying(state.params), batches, state.step, total / factor)
         assert sums.grads is not None
+        if scales:
+            sums = jax.tree.map(lambda x: x / factor, sums)
+        loss, metrics = _sum_scalars(sums)
         grads, feedback = reduce_gradients(layout.reduction, sums.grads, state.feedback)
         norm = _global_norm(grads)
         grads = clipped(grads, norm, optimizer.clip_norm)
         held = jax.tree.map(_own_share, state.params, layout.zero_dims)
         updates, moments = optimizer.transform.update(grads, state.optimizer, held)
-        params = jax.tree.map(_gather_shares, optax.apply_updates(held, updates), layout.zero_dims)
-        reported = StepMetrics(loss, norm, optimizer.learning_rate(state.step), metrics)
-        return TrainState(state.step + 1, params, moments, feedback), reported
+        after, scaling = (optax.apply_updates(held, updates), moments, feedback), state.scaling
+        skipped = jnp.int32(0)
+        if scales:
+            # One value on all devices, for the norm is over all gradients: either every device updates or none does.
+            finite = jnp.isfinite(norm)
+            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (held, state.optimizer, state.feedback))
+            skipped, scaling = scaling.skipped, next_scale(scales, scaling, finite)
+        params = jax.tree.map(_gather_shares, after[0], layout.zero_dims)
+        reported = StepMetrics(loss, norm, optimizer.learning_rate(state.step - skipped), metrics)
+        if scales:
+            reported = reported._replace(loss_scale=state.scaling.scale, skipped=scaling.skipped, skipped_in_a_row=scaling.in_a_row)
+        return TrainState(state.step + 1, params, *after[1:], scaling), reported
 
     specs = layout.state
     mapped = jax.shard_map(local_step, mesh=layout.mesh, in_specs=(specs, BATCH_SPEC), out_specs=(specs, PartitionSpec()))

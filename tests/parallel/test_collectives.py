@@ -10,7 +10,11 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from giantjax import overlap
+from giantjax.hlo import parse
+from giantjax.parallel import collectives
 from giantjax.parallel.collectives import BLOCK, Errors, all_gather, all_reduce, all_to_all, compressed_sum, padded_size, reduce_scatter
+from giantjax.traffic import traffic
 
 SHAPES = [(2, 4), (4, 2), (8, 1), (1, 8)]
 BOTH = ("across", "inside")
@@ -100,6 +104,33 @@ def test_zeros_and_large_values_pass() -> None:
     rows[:, 3] = 3e30
     found = summed(rows, 2, "int8", 1, feedback=True)[0]
     assert np.isfinite(found).all() and found[3] == pytest.approx(6e30, rel=1e-2) and not found[BLOCK:].any()
+
+
+NUM_VALUES = 960
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "inside", "across"),
+    [
+        ("all_reduce", lambda i, a: 2 * (i - 1) / i, lambda i, a: 2 / i * (a - 1) / a),
+        ("reduce_scatter", lambda i, a: (i - 1) / i, lambda i, a: (a - 1) / a / i),
+        ("all_gather", lambda i, a: (i - 1) / i, lambda i, a: (a - 1) / a / i),
+        ("all_to_all", lambda i, a: (i - 1) / i, lambda i, a: (a - 1) / a),
+    ],
+)
+def test_bytes_over_each_level(nodes: int, devices: int, name: str, inside: Any, across: Any) -> None:
+    """What the compiled program sends, device by device, is what the table of the module says."""
+    ours = getattr(collectives, name)
+    size = NUM_VALUES // 8 if name == "all_gather" else NUM_VALUES
+    body = lambda x: ours(x[0], "inside", "across")  # noqa: E731
+    out = SAME if name in ("all_reduce", "all_gather") else ROWS
+    step = jax.jit(jax.shard_map(body, mesh=mesh_of(nodes, devices), in_specs=ROWS, out_specs=out))
+    compiled = step.lower(jax.ShapeDtypeStruct((8, size), jnp.float32)).compile()
+    found = overlap.collectives(parse(compiled.as_text() or ""))
+    sent = traffic(found, [place // devices for place in range(8)])
+    np.testing.assert_allclose(sent.inside.sum() / 8, 4 * NUM_VALUES * inside(devices, nodes), rtol=1e-6)
+    np.testing.assert_allclose(sent.across.sum() / 8, 4 * NUM_VALUES * across(devices, nodes), rtol=1e-6)
 
 
 def test_compressed_bytes() -> None:

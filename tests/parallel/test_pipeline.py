@@ -190,8 +190,8 @@ def test_the_executor_does_what_the_table_says(case: Case, monkeypatch: pytest.M
         taken.append((number, found["sample"][0]))
         return found
 
-    def logged_tick(stage: Any, pullback: Any, segment: Any) -> Any:
-        body = tick(stage, pullback, segment)
+    def logged_tick(stage: Any, pullback: Any, segment: Any, always: Any) -> Any:
+        body = tick(stage, pullback, segment, always)
 
         def logged(carry: Any, cell: Any) -> Any:
             taken.clear()

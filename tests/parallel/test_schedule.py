@@ -81,13 +81,29 @@ def test_slots(num_stages, num_microbatches):
 def test_a_slot_holds_what_its_backward_action_reads(num_stages, num_microbatches, maker):
     schedule = maker(num_stages, num_microbatches)
     slots = residual_slots(schedule)
-    memory = np.full((num_stages, slots.number), IDLE)
-    for tick, (kind, stage, microbatch, chunk) in schedule.actions():
-        cell = chunk * num_microbatches + microbatch
-        if kind == "backward":
-            assert memory[stage, slots.read[tick, stage]] == cell
-        else:
-            memory[stage, slots.write[tick, stage]] = cell
+    last = slots.of_stage(num_stages - 1)
+    for stage, own in [*((stage, slots) for stage in range(num_stages)), (num_stages - 1, last)]:
+        write, read = (table[:, min(stage, table.shape[1] - 1)] for table in (own.write, own.read))
+        memory = np.full(own.number, IDLE)
+        for tick in range(schedule.num_ticks):
+            done, begun = schedule.backward[tick, stage], schedule.forward[tick, stage]
+            assert done == IDLE or memory[read[tick]] == done
+            if done != IDLE:
+                memory[read[tick]] = IDLE
+            # A stage with nothing to do fills a slot that nothing is in.
+            assert begun != IDLE or write[tick] == IDLE or memory[write[tick]] == IDLE
+            if begun != IDLE:
+                memory[write[tick]] = begun
+    assert own.number == in_flight(schedule)[-1]
+
+
+def test_steady_1f1b_always_has_a_slot_to_write_to():
+    for num_stages in range(1, 9):
+        schedule = one_forward_one_backward(num_stages, 2 * num_stages)
+        slots = residual_slots(schedule)
+        forward = [segment for segment in schedule.segments() if "forward" in segment.kinds]
+        assert all((slots.write[segment.first : segment.stop] != IDLE).all() for segment in forward)
+        assert all((slots.of_stage(num_stages - 1).write[segment.first : segment.stop] != IDLE).all() for segment in forward)
 
 
 def is_valid(schedule: Schedule) -> bool:
