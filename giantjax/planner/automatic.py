@@ -53,9 +53,10 @@ def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes) -> tuple[Run
 def choice_in_words(best: Priced, cluster: Cluster) -> str:
     """The chosen plan and what is expected of it."""
     plan, cost = best.plan, best.cost
+    rounded = "" if plan.compression == "none" else f", gradients between nodes in {plan.compression}"
     return (
         f"automatic mesh for {cluster.num_gpus} {cluster.gpu.name}: {mesh_in_words(plan)}, {plan.num_microbatches} microbatches of "
-        f"{plan.microbatch_size}, recompute {plan.recompute}, ZeRO {plan.zero_stage}; about {cost.seconds:.2g} s a step, "
+        f"{plan.microbatch_size}, recompute {plan.recompute}, ZeRO {plan.zero_stage}{rounded}; about {cost.seconds:.2g} s a step, "
         f"{cost.samples_per_s:.3g} samples/s, {in_words(best.fullest.total)} on each"
     )
 

@@ -32,6 +32,8 @@ class Sizes:
     """Of the fullest stage."""
     cast: float
     """Of `stage`, the weights of matrix products, which have a copy in the compute type."""
+    whole: float = 0.0
+    """Of `table`, what every device of `tensor` has all of."""
 
     def exchanged(self, plan: Plan, traits: Traits) -> float:
         """Those that a stage's data-parallel devices exchange among themselves: ours has the embedding on every stage of a pipeline,
@@ -49,8 +51,9 @@ def sizes_of(model: ModelConfig, plan: Plan, layers: float, traits: Traits) -> S
     if traits.execution == "lockstep":
         # LayerNorms and the biases of row-parallel products lie on every device of `tensor`.
         layer += 6 * hidden * (1 - 1 / plan.tensor)
-        outside = table * (2 if model.head == "untied" else 1) + (model.sequence_length + 2) * hidden
-        return Sizes(layer, outside, layer * layers + outside, matrices * layers + table)
+        whole = (model.sequence_length + 2) * hidden
+        outside = table * (2 if model.head == "untied" else 1) + whole
+        return Sizes(layer, outside, layer * layers + outside, matrices * layers + table, whole)
     return Sizes(layer, table, layer * layers + table, layer * layers + table)
 
 

@@ -19,16 +19,19 @@ DRIVER = 0.986
 # Fitted to `memory_analysis()` of the compiled plans of tests/planner/compiled.csv that are not held out (docs/planner.md).
 MICROBATCH_GRADIENTS = 4
 """Bytes a parameter of the gradients of one microbatch, before they are added to the sums: fp32, of all layers at once."""
-KEPT = 1.28
+KEPT = 1.13
 """Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
-LOGITS = 2.0
-"""fp32 arrays of logits that are there at once. Our executor makes them in the backward action of a microbatch, so no slot keeps any."""
-OUTSIDE = 8.0
-"""Bytes a token and unit of width of the boundary on its way: sent, received, their cotangents, and the slot of the last stage."""
-WORKING = 1.5
-"""Bytes of one block's backward pass against those counted, where results of matrix products are kept."""
-WHOLE = 1.5
-"""The same where everything is made again: all that the block's forward pass computes is then there at once."""
+SPARE = 1
+"""Slots of a pipeline beside those in use: what a tick has just made or taken out."""
+LOGITS = 3.2
+"""fp32 arrays of logits that are there at once. Our executor makes them at the beginning of a microbatch's backward pass, so no slot keeps
+any, and gradients and working set of the blocks take their place afterwards."""
+WORKING = 2.0
+"""Bytes of one block's backward pass against those counted."""
+GROUPED_WORKING, GROUPED_WEIGHTS = 0.67, 8.5
+"""Under `full:K`, of each of K layers: the same, and bytes a parameter of what is cut out of the stage for the group, and its gradients."""
+OTHERS_WORKING = 1.5
+"""WORKING of programs that are not compiled."""
 ADAM = 8
 """Bytes a parameter of two fp32 moments."""
 
@@ -50,9 +53,9 @@ class StageMemory:
     activations: int
     """What microbatches in flight keep for their backward pass."""
     logits: int
-    """fp32, of the last stage or with us of every one."""
+    """fp32, of the last stage; with us of every one, as far as they need more than what takes their place."""
     working: int
-    """What one block needs while its backward pass runs, and boundaries on their way."""
+    """What one block needs while its backward pass runs."""
 
     @property
     def program(self) -> int:
@@ -70,10 +73,14 @@ class StageMemory:
         return self.program + self.reserved
 
     @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Each part's name and bytes, largest first."""
+        return sorted(((part.name, int(getattr(self, part.name))) for part in fields(self)), key=lambda part: -part[1])
+
+    @property
     def largest(self) -> tuple[str, int]:
         """The part that takes most."""
-        name = max((part.name for part in fields(self)), key=lambda name: int(getattr(self, name)))
-        return name, int(getattr(self, name))
+        return self.parts[0]
 
 
 def usable_bytes(gpu: GPU, memory_fraction: float) -> int:
@@ -86,7 +93,7 @@ def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> fl
 
     Ours keeps the results of matrix products: 3 h for the heads, h each for context and residual, the inner layer, and where nothing
     is redone the attention weights, all divided over `tensor`. Others keep what Korthikanti et al. (2022) count: 34 h and 5 a s
-    bytes a token, of which LayerNorms and residuals, 10 h, are not divided.
+    bytes a token, of which LayerNorms and residuals, 10 h, are not divided, and what only dropout needs, 2 h and 3 a s, goes without it.
     """
     tokens, hidden = plan.microbatch_size * model.sequence_length, model.hidden_size
     scores = 0 if traits.attention in BLOCKWISE or plan.recompute_kind != "none" else model.num_heads * model.sequence_length
@@ -96,7 +103,8 @@ def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> fl
         return width * tokens * (KEPT * (5 * hidden + model.inner_size) + scores) / plan.tensor
     if plan.recompute_kind == "full":
         return width * tokens * hidden
-    return tokens * (10 * hidden + (24 * hidden + 2.5 * width * scores) / plan.tensor) * width / 2
+    dropped = int(traits.dropout)
+    return tokens * ((8 + 2 * dropped) * hidden + (24 * hidden + (2 + 3 * dropped) * scores) / plan.tensor) * width / 2
 
 
 def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMemory]:
@@ -110,7 +118,13 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     sizes = sizes_of(model, plan, layers, traits)
     tokens = plan.microbatch_size * model.sequence_length
     rows = model.padded_vocabulary(plan.tensor) / plan.tensor
-    block = width * tokens * (16 * model.hidden_size + 2 * model.num_heads * model.sequence_length) / plan.tensor
+    scores = 0 if traits.attention in BLOCKWISE else 2 * model.num_heads * model.sequence_length
+    block = width * tokens * (16 * model.hidden_size + scores) / plan.tensor
+    working = (WORKING if lockstep else OTHERS_WORKING) * block
+    if lockstep and plan.recompute_interval > 1:
+        working += min(plan.recompute_interval, layers) * (GROUPED_WORKING * block + GROUPED_WEIGHTS * sizes.layer)
+    on_device = {"none": (1, 1), "optimizer": (1, 0), "everything": (0, 0)}[traits.offload]
+    spare = SPARE if lockstep and plan.pipe > 1 else 0
     stages = []
     for stage in range(plan.pipe):
         at_end = lockstep or stage in (0, plan.pipe - 1)
@@ -118,23 +132,19 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         shared = zero_ways(plan, traits)
         states, grads, params = (shared if plan.zero_stage >= level else 1 for level in (1, 2, 3))
         gradients, copies = traits.gradient_bytes * held / grads, held * 2 / params
-        logits = 8 * tokens * rows if stage == plan.pipe - 1 else 0
-        working = WORKING * block
+        logits = max(0.0, 8 * tokens * rows - working) if stage == plan.pipe - 1 else 0.0
         if lockstep:
             gradients += MICROBATCH_GRADIENTS * held
             copies = width * sizes.cast if width < 4 else 0
-            logits = LOGITS * 4 * tokens * rows
-            if plan.recompute_kind == "full":
-                working = WHOLE * block * min(plan.recompute_interval, layers)
-            working += OUTSIDE * tokens * model.hidden_size / plan.tensor
+            logits = max(0.0, LOGITS * 4 * tokens * rows - MICROBATCH_GRADIENTS * held - working)
         stages.append(
             StageMemory(
-                parameters=int(4 * held / params),
-                optimizer=int(ADAM * held / states),
+                parameters=int(on_device[0] * 4 * held / params),
+                optimizer=int(on_device[1] * ADAM * held / states),
                 gradients=int(gradients),
                 copies=int(copies),
                 feedback=int(feedback_bytes(sizes, plan)),
-                activations=int(kept_bytes(model, plan, traits, width) * layers * in_flight(plan, traits, stage)),
+                activations=int(kept_bytes(model, plan, traits, width) * layers * (in_flight(plan, traits, stage) + spare)),
                 logits=int(logits),
                 working=int(working),
             )

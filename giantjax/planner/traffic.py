@@ -47,9 +47,11 @@ def step_bytes(
             network["pipeline messages"] = sent * crossing
         nvlink += sent * (plan.pipe - 1 - crossing)
         span = tied_span(plan, where, traits)
-        ring("tied embedding", sizes.table * traits.gradient_bytes * 2 * _tied_groups(plan, traits), span, 1, 1)
+        # What `tensor` does not divide is scattered over it before it crosses.
+        table = sizes.table - sizes.whole * (1 - 1 / plan.tensor)
+        ring("tied embedding", table * traits.gradient_bytes * 2 * _tied_groups(plan, traits), span, 1, 1)
         if plan.compression != "none":
-            ring("tied embedding", sizes.table * across * 2, Span(1, where.data.nodes), plan.pipe * plan.tensor, 1)
+            ring("tied embedding", table * across * 2, Span(1, where.data.nodes), plan.pipe * plan.tensor, 1)
     return network, nvlink
 
 
