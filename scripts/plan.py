@@ -89,7 +89,9 @@ def show(config: RunConfig, cluster: Cluster, plans: list[Priced], found: Search
                 f"  --strategy {name}, {mesh_in_words(one.plan)}: {one.cost.samples_per_s:.3g} samples/s; {reason}", soft_wrap=True
             )
     best = plans[0]
-    parts = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("parameters", "optimizer", "gradients", "copies", "feedback"))
+    parts = ", ".join(
+        f"{name} {in_words(getattr(best.fullest, name))}" for name in ("parameters", "optimizer", "gradients", "copies", "feedback")
+    )
     more = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("activations", "logits", "working", "reserved"))
     console.print(f"\nmemory of the fullest stage of the best: {parts}, {more}; {in_words(best.usable)} usable", soft_wrap=True)
     print(f"best: {mesh_in_words(best.plan)}, {best.cost.seconds:.3g} s a step, {best.cost.samples_per_s:.4g} samples/s")

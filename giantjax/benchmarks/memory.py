@@ -35,7 +35,7 @@ class Estimates:
     data: str
     """CSV file of plans and what they compiled to; tests/planner/compiled.csv is the one that the constants are fitted to."""
     compile: str = "none"
-    """none reads the figures that the file has; missing compiles the plans without figures and adds theirs; all compiles every plan anew."""
+    """none reads the figures of the file; missing compiles the plans that have none and adds theirs; all compiles every plan anew."""
 
     def __post_init__(self) -> None:
         if self.compile not in ("none", "missing", "all"):
@@ -105,8 +105,9 @@ def read_compiled(path: Path) -> list[Compiled]:
 
 def _compiled(cells: dict[str, str]) -> Compiled:
     plan = Plan(**{name: int(cells[name]) for name in COUNTS}, **{name: cells[name] for name in WORDS})  # type: ignore[arg-type]
-    figures = [int(cells[name] or 0) for name in FIGURES[:3]]
-    return Compiled(cells["config"], cells["cluster"], plan, bool(int(cells["held_out"])), *figures, float(cells["compile_s"] or 0))
+    memory, arguments, network = (int(cells[name] or 0) for name in FIGURES[:3])
+    held_out, seconds = bool(int(cells["held_out"])), float(cells["compile_s"] or 0)
+    return Compiled(cells["config"], cells["cluster"], plan, held_out, memory, arguments, network, seconds)
 
 
 def write_compiled(path: Path, plans: Sequence[Compiled]) -> None:
@@ -159,7 +160,18 @@ def estimates(arguments: Estimates) -> int:
 
 def show(plans: Sequence[Compiled]) -> None:
     """The table, then the errors of fitted and held-out plans."""
-    titles = ("model", "cluster", "p x r x d x t", "microbatches", "recompute", "ZeRO", "compression", "compiled", "estimate", "between nodes")
+    titles = (
+        "model",
+        "cluster",
+        "p x r x d x t",
+        "microbatches",
+        "recompute",
+        "ZeRO",
+        "compression",
+        "compiled",
+        "estimate",
+        "between nodes",
+    )
     table = Table(*titles, "estimate", "fitted", box=None)
     for one in plans:
         plan = one.plan

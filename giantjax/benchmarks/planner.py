@@ -204,8 +204,8 @@ def _print_memory(console: Console, plans: Sequence[Occupied]) -> None:
     fitting = sum(one.fits for one in ran)
     right = fitting + sum(not one.fits for one in failed)
     console.print(
-        f"memory: {fitting} of {len(ran)} plans that ran fit by the planner's model, {len(failed) - (right - fitting)} of {len(failed)} that "
-        f"ran out of memory do; {100 * right / max(len(plans), 1):.0f} % classified right"
+        f"memory: {fitting} of {len(ran)} plans that ran fit by the planner's model, {len(failed) - (right - fitting)} of {len(failed)} "
+        f"that ran out of memory do; {100 * right / max(len(plans), 1):.0f} % classified right"
         + ("" if failed else "; no row states that it ran out of memory, so only one side is tested")
     )
     wrong = Counter(one.row.source for one in plans if one.fits != one.ran)

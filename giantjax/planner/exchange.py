@@ -52,8 +52,8 @@ def sizes_of(model: ModelConfig, plan: Plan, layers: float, traits: Traits) -> S
         # LayerNorms and the biases of row-parallel products lie on every device of `tensor`.
         layer += 6 * hidden * (1 - 1 / plan.tensor)
         whole = (model.sequence_length + 2) * hidden
-        outside = table * (2 if model.head == "untied" else 1) + whole
-        return Sizes(layer, outside, layer * layers + outside, matrices * layers + table, whole)
+        shared = table * (2 if model.head == "untied" else 1) + whole
+        return Sizes(layer, shared, layer * layers + shared, matrices * layers + table, whole)
     return Sizes(layer, table, layer * layers + table, layer * layers + table)
 
 

@@ -66,15 +66,27 @@ def why_not_rounded(one: Priced, best: Priced) -> str:
     if saved <= 0:
         return f"{one.cost.seconds:.3g} s a step on {mesh_in_words(one.plan)}, {amount}: no faster than the best plan"
     return (
-        f"{one.cost.seconds:.3g} s a step on {mesh_in_words(one.plan)}, {amount}: {100 * saved / best.cost.seconds:.1f} % faster than the best "
-        f"plan, and rounding must save {100 * WORTH_ROUNDING:.0f} %"
+        f"{one.cost.seconds:.3g} s a step on {mesh_in_words(one.plan)}, {amount}: {100 * saved / best.cost.seconds:.1f} % faster than the "
+        f"best plan, and rounding must save {100 * WORTH_ROUNDING:.0f} %"
     )
 
 
 def plan_table(plans: Sequence[Priced], cluster: Cluster) -> Table:
     """The plans, fastest first, and why the others are slower."""
     table = Table(
-        "mesh", "microbatches", "recompute", "ZeRO", "compression", "step", "samples/s", "MFU", "memory", "network", "NVLink", "bubble", box=None
+        "mesh",
+        "microbatches",
+        "recompute",
+        "ZeRO",
+        "compression",
+        "step",
+        "samples/s",
+        "MFU",
+        "memory",
+        "network",
+        "NVLink",
+        "bubble",
+        box=None,
     )
     table.add_column("exposed")
     table.add_column("why not")

@@ -1,6 +1,5 @@
 """Every legal plan of a run on a cluster, priced, fastest first."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -66,8 +65,8 @@ def search(config: RunConfig, cluster: Cluster, traits: Traits = GIANTJAX) -> Se
     """Price every plan of `config` on all of `cluster`.
 
     Of each mesh and recompute policy all microbatch sizes that fit count. What cannot win is left out: GPipe, which takes as long
-    as 1F1B or longer and never less memory; parallel groups that span nodes where they could lie inside; and microbatches that
-    need more memory than one that did not fit.
+    as 1F1B or longer and never less memory; parallel groups that span nodes where they could lie inside; microbatches that need more
+    memory than one that did not fit; and rounding of gradients that take less than WORTH_ROUNDING of the step.
     """
     traits = replace(traits, precision=precision_of(config))
     usable = usable_bytes(cluster.gpu, config.runtime.memory_fraction)
@@ -136,23 +135,26 @@ def meshes(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
 
 def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Iterator[Priced]:
     model, each = config.model, config.training.global_batch_size // mesh.ways
-    for recompute, compression in itertools.product(("none", "selective", "full"), compressions(config, mesh)):
+    first, *others = compressions(config, mesh)
+    for recompute in ("none", "selective", "full"):
         for zero in (0, 1) if mesh.data > 1 else (0,):
-            kind = replace(mesh, recompute=recompute, zero_stage=zero, compression=compression)
+            kind = replace(mesh, recompute=recompute, zero_stage=zero, compression=first)
             for size in divisors(each):
                 if size > LARGEST_MICROBATCH:
                     break
                 plan = replace(kind, microbatch_size=size, num_microbatches=each // size)
                 if stage_memory(model, plan, traits)[0].total > usable:
                     break
-                yield price(model, plan, cluster, traits, usable)
+                exact = price(model, plan, cluster, traits, usable)
+                yield exact
+                gradients = exact.cost.parts["data-parallel collectives"] + exact.cost.parts["tied embedding"]
+                if gradients > WORTH_ROUNDING * exact.cost.seconds:
+                    yield from (price(model, replace(plan, compression=one), cluster, traits, usable) for one in others)
 
 
 def _smallest(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Priced:
     each = config.training.global_batch_size // mesh.ways
-    plan = replace(
-        mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1), compression=compressions(config, mesh)[0]
-    )
+    plan = replace(mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1), compression=compressions(config, mesh)[0])
     return price(config.model, plan, cluster, traits, usable)
 
 

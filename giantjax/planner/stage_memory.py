@@ -60,7 +60,7 @@ class StageMemory:
     @property
     def program(self) -> int:
         """What the compiled program takes."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(vars(self).values())
 
     @property
     def reserved(self) -> int:
@@ -126,7 +126,7 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     on_device = {"none": (1, 1), "optimizer": (1, 0), "everything": (0, 0)}[traits.offload]
     spare = SPARE if lockstep and plan.pipe > 1 else 0
     stages = []
-    for stage in range(plan.pipe):
+    for stage in range(1 if lockstep else plan.pipe):
         at_end = lockstep or stage in (0, plan.pipe - 1)
         held = sizes.stage if at_end else sizes.stage - sizes.table
         shared = zero_ways(plan, traits)
@@ -149,7 +149,7 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
                 working=int(working),
             )
         )
-    return stages
+    return stages * plan.pipe if lockstep else stages
 
 
 def in_flight(plan: Plan, traits: Traits, stage: int) -> int:

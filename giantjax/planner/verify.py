@@ -32,7 +32,8 @@ def verify_plan(config: RunConfig, cluster: Cluster, priced: Priced) -> dict[str
     print(
         f"verified: compiled for {cluster.gpu.name} in {summary['compile_s']:.0f} s; {memory / 2**30:.1f} GiB on each GPU, "
         f"the estimate {100 * (estimate / memory - 1):+.1f} %; {sent / 1e9:.4g} GB between nodes a step, estimated "
-        f"{priced.cost.network_bytes / 1e9:.4g} GB; hops hidden {report.hidden('forward'):.1%} forward, {report.hidden('backward'):.1%} back"
+        f"{priced.cost.network_bytes / 1e9:.4g} GB; hidden of hops {report.hidden('forward'):.1%} forward, "
+        f"{report.hidden('backward'):.1%} back"
     )
     if not summary["fits"]:
         raise InputError(refusal(config, cluster, priced, report))
@@ -49,5 +50,6 @@ def refusal(config: RunConfig, cluster: Cluster, priced: Priced, report: Any) ->
     return (
         f"{config.name} does not fit {cluster.name}: {where} needs {in_words(memory.total)} of {in_words(memory.usable)} on each "
         f"{cluster.gpu.name}, {in_words(memory.arguments)} of it state and batch; the largest buffers between ticks are "
-        f"{', '.join(carried) or 'none'}, the largest parts by the estimate {', '.join(parts)}; take the next plan of the table or more nodes"
+        f"{', '.join(carried) or 'none'}, the largest parts by the estimate {', '.join(parts)}; take the next plan of the "
+        "table or more nodes"
     )
