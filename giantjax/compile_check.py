@@ -248,14 +248,13 @@ def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions
 
 
 def _carried(program: Program, most: int = 12) -> tuple[Carried, ...]:
-    """Of the loop whose body has hops and which turns most often."""
+    """Of the loop whose body has hops and which turns most often; without hops, of the one that carries most."""
     bodies = {each.computation for each in collectives(program) if each.kind in HOPS}
-    loops = [
-        each for name in program.runs for each in program.computations[name] if each.opcode == "while" and each.calls("body")[0] in bodies
-    ]
-    if not loops:
+    every = [each for name in program.runs for each in program.computations[name] if each.opcode == "while"]
+    loops = [each for each in every if each.calls("body")[0] in bodies]
+    if not every:
         return ()
-    longest = max(loops, key=lambda each: each.trip_count)
+    longest = max(loops, key=lambda each: each.trip_count) if loops else max(every, key=lambda each: sum(s.num_bytes for s in each.shapes))
     counts = Counter(longest.shapes)
     return tuple(Carried(*item) for item in sorted(counts.items(), key=lambda item: -item[0].num_bytes * item[1])[:most])
 

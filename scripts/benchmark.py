@@ -8,6 +8,7 @@ from giantjax import command_line
 from giantjax.benchmarks.comparison import Published, published
 from giantjax.benchmarks.compression import Compressed, compression
 from giantjax.benchmarks.learning import Learning, learning
+from giantjax.benchmarks.memory import Estimates, estimates
 from giantjax.benchmarks.pipeline import Pipeline, pipeline
 from giantjax.benchmarks.planner import Planner, planner
 from giantjax.benchmarks.step import Step, step
@@ -16,6 +17,7 @@ from giantjax.errors import InputError, did_you_mean
 BENCHMARKS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "compression": (Compressed, compression),
     "learning": (Learning, learning),
+    "memory": (Estimates, estimates),
     "pipeline": (Pipeline, pipeline),
     "planner": (Planner, planner),
     "published": (Published, published),

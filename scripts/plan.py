@@ -16,7 +16,7 @@ from giantjax.cluster import Cluster, cluster_of_name
 from giantjax.config import RunConfig, RuntimeConfig
 from giantjax.errors import InputError
 from giantjax.planner.automatic import with_plan
-from giantjax.planner.explain import as_json, best_of_each_mesh, losers, mesh_in_words, plan_table
+from giantjax.planner.explain import as_json, best_of_each_mesh, losers, mesh_in_words, plan_table, why_not_rounded
 from giantjax.planner.flops import num_parameters
 from giantjax.planner.memory import in_words
 from giantjax.planner.search import Priced, Search, require_fitting, search
@@ -108,13 +108,17 @@ def show(config: RunConfig, cluster: Cluster, plans: list[Priced], found: Search
         rest = [(one.plan, one.cost.seconds, one) for one in best_of_each_mesh(plans)[1:]]
         for plan, reason in losers(plans, found, [], cluster)[: len(rest) + len(found.too_large)]:
             console.print(f"  {mesh_in_words(plan)}: {reason}", soft_wrap=True)
+        for one in found.not_worth:
+            console.print(f"  compression {one.plan.compression}: {why_not_rounded(one, plans[0])}", soft_wrap=True)
         for name, one in _named_baselines(config, cluster):
             reason = losers(plans, Search([], []), [one], cluster)[-1][1]
             console.print(
                 f"  --strategy {name}, {mesh_in_words(one.plan)}: {one.cost.samples_per_s:.3g} samples/s; {reason}", soft_wrap=True
             )
     best = plans[0]
-    parts = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("parameters", "optimizer", "gradients", "copies"))
+    parts = ", ".join(
+        f"{name} {in_words(getattr(best.fullest, name))}" for name in ("parameters", "optimizer", "gradients", "copies", "feedback")
+    )
     more = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("activations", "logits", "working", "reserved"))
     console.print(f"\nmemory of the fullest stage of the best: {parts}, {more}; {in_words(best.usable)} usable", soft_wrap=True)
     print(f"best: {mesh_in_words(best.plan)}, {best.cost.seconds:.3g} s a step, {best.cost.samples_per_s:.4g} samples/s")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from giantjax.benchmarks.fitting import Fit, errors_of, fit_in_words
-from giantjax.benchmarks.published import Row, read_rows
+from giantjax.benchmarks.published import Occupied, Row, read_occupied, read_rows
 from giantjax.errors import InputError
 from giantjax.planner.constants import CALIBRATION, FITTED, FITTED_SOURCES
 from giantjax.planner.flops import flops_per_sample
@@ -75,6 +75,7 @@ def planner(arguments: Planner) -> int:
     console.print(inside if len(known) == len(rows) else f"with the constants as they ship: {_in_words(score(everything))}")
     if arguments.fit:
         console.print(fit_in_words(Fit(rows)))
+    _print_memory(console, read_occupied(Path(arguments.data)))
     tau = float(np.mean([family.tau for family in families])) if families else math.nan
     calibrated, any_row = _calibrated(rows, errors), _calibrated(rows, errors, every=True)
     one = _roofline_scores(rows, roofline)
@@ -196,6 +197,23 @@ def _print_families(console: Console, families: Sequence[Family]) -> None:
         console.print(
             f"tau of the {len(alike)} families whose plans have one window: mean {np.mean(alike):.2f}, of all {len(families)} below"
         )
+
+
+def _print_memory(console: Console, plans: Sequence[Occupied]) -> None:
+    ran, failed = ([one for one in plans if one.ran == kind] for kind in (True, False))
+    fitting = sum(one.fits for one in ran)
+    right = fitting + sum(not one.fits for one in failed)
+    console.print(
+        f"memory: {fitting} of {len(ran)} plans that ran fit by the planner's model, {len(failed) - (right - fitting)} of {len(failed)} "
+        f"that ran out of memory do; {100 * right / max(len(plans), 1):.0f} % classified right"
+        + ("" if failed else "; no row states that it ran out of memory, so only one side is tested")
+    )
+    wrong = Counter(one.row.source for one in plans if one.fits != one.ran)
+    for source, number in wrong.items():
+        console.print(f"  {number} of {sum(one.row.source == source for one in plans)} of {source} wrong")
+    errors = np.array([math.log(one.estimate / one.num_bytes) for one in plans if one.num_bytes])
+    if len(errors):
+        console.print(f"memory in use against the planner's model, {len(errors)} plans: {_in_words(score(errors))}")
 
 
 def _print_rows(console: Console, rows: Sequence[Row], errors: Float[np.ndarray, "rows"], part: str) -> None:

@@ -20,9 +20,13 @@ from giantjax.network import Fabric, NetworkLink, network
 from giantjax.planner.constants import Constants
 from giantjax.planner.cost import step_cost
 from giantjax.planner.plan import Plan, Traits
+from giantjax.planner.stage_memory import RESERVED, stage_memory, usable_bytes
 
 METRICS = ("iteration_time_s", "iteration_time_ms", "samples_per_s", "tokens_per_s")
 """Those that need no definition."""
+MEMORY_UNITS = {"gpu_mem_GB": 1e9, "gpu_mem_MB": 1e6, "gpu_mem_MiB": 2**20, "peak_mem_GB": 1e9, "peak_mem_GiB": 2**30}
+"""Bytes of a unit of the metrics that are memory in use on a GPU."""
+OUT_OF_MEMORY, ALMOST = re.compile(r"\bOOM\b|out of memory", re.IGNORECASE), re.compile(r"close to OOM|near OOM", re.IGNORECASE)
 COLUMNS = (
     *("source", "model", "params_B", "layers", "hidden", "heads", "seq", "vocab", "gpu", "gpus", "gpus_per_node", "inter_node_link"),
     *("tp", "pp", "dp", "zero_stage", "micro_batch", "global_batch", "schedule", "recompute", "precision", "metric", "value"),
@@ -77,6 +81,52 @@ class Row:
         return step_cost(self.model, self.plan, self.cluster, self.traits, constants).seconds
 
 
+@dataclass(frozen=True)
+class Occupied:
+    """A plan that was tried, and what became of its memory."""
+
+    row: Row
+    """Its time means nothing where `ran` is False."""
+    ran: bool
+    """Whether the GPUs held it."""
+    num_bytes: float | None
+    """Measured on the fullest GPU, where it was."""
+
+    @property
+    def estimate(self) -> int:
+        """Bytes that the program takes, by the planner's model, with what else is in the GPU's memory."""
+        return max(stage.program for stage in stage_memory(self.row.model, self.row.plan, self.row.traits)) + RESERVED
+
+    @property
+    def fits(self) -> bool:
+        """Whether the planner thinks that the GPUs hold it; other programs may take all of their memory."""
+        return self.estimate <= usable_bytes(self.row.cluster.gpu, 1.0)
+
+
+def read_occupied(path: Path) -> list[Occupied]:
+    """Every plan of a file once: those with a time or a measured memory ran, those that a row calls out of memory did not.
+
+    Raises:
+        InputError: as `read_rows`.
+    """
+    found: dict[object, Occupied] = {}
+    for line, cells in _read_cells(path):
+        text = " ".join(cells[name] for name in ("model", "metric", "value"))
+        failed = bool(OUT_OF_MEMORY.search(text)) and not ALMOST.search(text)
+        unit = MEMORY_UNITS.get(cells["metric"])
+        if not failed and unit is None and cells["metric"] not in METRICS:
+            continue
+        try:
+            row = _row(line, cells | {"metric": METRICS[0], "value": "1"})
+            num_bytes = float(cells["value"]) * unit if unit and not failed else None
+        except (Unusable, ValueError):
+            continue
+        key = (row.source, row.name, row.model, row.plan, row.cluster.gpu, row.cluster.num_gpus, row.traits)
+        before = found.get(key)
+        found[key] = Occupied(row, not failed, num_bytes or (before.num_bytes if before else None))
+    return list(found.values())
+
+
 def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
     """The rows of a file that can be priced, and how many others there are, by reason.
 
@@ -85,17 +135,8 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
     Raises:
         InputError: the file cannot be read or lacks a column.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
-            if missing:
-                raise InputError(f"{path} has no column {missing[0]}; its columns must be {', '.join(COLUMNS)}")
-            lines = [(table.line_num, {name: (cells[name] or "").strip() for name in COLUMNS}) for cells in table]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} cannot be read as a CSV file: {getattr(error, 'strerror', None) or error}") from error
     rows, unusable = [], Counter[str]()
-    for line, cells in lines:
+    for line, cells in _read_cells(path):
         if cells["metric"] in METRICS:
             try:
                 rows.append(_row(line, cells))
@@ -104,6 +145,19 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
             except InputError:
                 unusable["its model is none"] += 1
     return rows, unusable
+
+
+def _read_cells(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """The cells of each line, with its number."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            table = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
+            if missing:
+                raise InputError(f"{path} has no column {missing[0]}; its columns must be {', '.join(COLUMNS)}")
+            return [(table.line_num, {name: (cells[name] or "").strip() for name in COLUMNS}) for cells in table]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read as a CSV file: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _row(line: int, cells: Mapping[str, str]) -> Row:

@@ -17,12 +17,11 @@ STAND_IN = "A100-40GB"
 
 
 def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
-    """`config` with the mesh, microbatches, recomputing and sharing of `plan`."""
+    """`config` with the mesh, microbatches, recomputing, sharing and compression of `plan`."""
     mesh = replace(config.mesh, pipe=plan.pipe, replica=plan.replica, data=plan.data, tensor=plan.tensor, plan="config")
     pipeline = replace(config.pipeline, schedule=plan.schedule, microbatch_size=plan.microbatch_size, num_microbatches=None)
-    return replace(
-        config, mesh=mesh, pipeline=pipeline, training=replace(config.training, zero_stage=plan.zero_stage, recompute=plan.recompute)
-    )
+    training = replace(config.training, zero_stage=plan.zero_stage, recompute=plan.recompute, compression=plan.compression)
+    return replace(config, mesh=mesh, pipeline=pipeline, training=training)
 
 
 def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes, like: Cluster | None = None) -> tuple[RunConfig, str | None]:
@@ -55,9 +54,10 @@ def choice_in_words(best: Priced, cluster: Cluster) -> str:
     """The chosen plan and what is expected of it."""
     plan, cost = best.plan, best.cost
     link = f", {cluster.network.node_bandwidth / 1e9:.3g} GB/s {cluster.network.fabric} a node" if cluster.network.measured else ""
+    rounded = "" if plan.compression == "none" else f", gradients between nodes in {plan.compression}"
     return (
         f"automatic mesh for {cluster.num_gpus} {cluster.gpu.name}{link}: {mesh_in_words(plan)}, {plan.num_microbatches} microbatches of "
-        f"{plan.microbatch_size}, recompute {plan.recompute}, ZeRO {plan.zero_stage}; about {cost.seconds:.2g} s a step, "
+        f"{plan.microbatch_size}, recompute {plan.recompute}, ZeRO {plan.zero_stage}{rounded}; about {cost.seconds:.2g} s a step, "
         f"{cost.samples_per_s:.3g} samples/s, {in_words(best.fullest.total)} on each"
     )
 

@@ -7,15 +7,28 @@ from giantjax.config import ModelConfig
 from giantjax.planner import timeline
 from giantjax.planner.compute import Pass, Processor
 from giantjax.planner.constants import FITTED, Constants
-from giantjax.planner.exchange import accumulated_bytes, exchange_seconds, optimizer_seconds, sizes_of, tied_seconds, zero_ways
+from giantjax.planner.exchange import (
+    accumulated_bytes,
+    exchange_seconds,
+    optimizer_seconds,
+    rounding_seconds,
+    sizes_of,
+    tied_seconds,
+    zero_ways,
+)
 from giantjax.planner.flops import flops_per_sample
 from giantjax.planner.layer import BLOCKWISE, attention, block, embedding, head
 from giantjax.planner.links import Wires, place
 from giantjax.planner.plan import Plan, Traits
+from giantjax.planner.stage_memory import kept_bytes
 from giantjax.planner.traffic import step_bytes
 
 TENSOR_HIDDEN = 0.7
 """Share of tensor-parallel collectives that lies over products where a program splits both (Transformer Engine's user buffers)."""
+
+PUT, TAKEN = 5, 2
+"""Times that what a slot of a pipeline keeps is read or written, as the compiled tick has it: selected against what the slot had, then
+written there (five), and taken out (two)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
     passes = _tensor_passes(plan, traits)
     layer = _layer(processor, model, plan, traits) + passes.times(gather)
     layers = _layers(model, plan, traits)
-    sizes = sizes_of(model, plan, layers)
+    sizes = sizes_of(model, plan, layers, traits)
     first, last = embedding(processor, model, plan.microbatch_size), head(processor, model, plan.microbatch_size, plan.tensor, traits)
     per_microbatch = processor.moved(sizes.stage * accumulated_bytes(plan, traits))
 
@@ -64,10 +77,12 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
         message = boundary / (plan.tensor if traits.sharded_boundary else 1)
         hop = wires.message(message, cluster.gpus_per_node / where.stages_in_node, crosses=crosses)
     if lockstep:
-        # Every stage runs embedding and head in every tick, in most for nothing.
-        work = layer.times(layers) + first + last
-        if plan.pipe > 1 and plan.recompute_kind == "full":
-            work += Pass(0.0, last.forward)
+        # Every stage runs the embedding with each forward action, and head and loss, both ways, with each backward one.
+        work = layer.times(layers) + first
+        work += Pass(0.0, last.forward + last.backward) if plan.pipe > 1 else last
+        if plan.pipe > 1:
+            kept = kept_bytes(model, plan, traits, processor.width) * layers
+            work += Pass(processor.moved(PUT * kept), processor.moved(TAKEN * kept))
         stages = [work.forward + work.backward + per_microbatch] * plan.pipe
         duration = timeline.lockstep(plan.schedule, plan.pipe, plan.num_microbatches, work.forward, work.backward + per_microbatch, hop)
     else:
@@ -75,11 +90,12 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
         hidden = 1 - constants.contention if traits.overlap_pipe else 0.0
         duration = timeline.asynchronous(stages, plan.num_microbatches, hop, plan.num_chunks, hidden)
 
+    rounding = rounding_seconds(sizes, plan, processor)
     exchange = exchange_seconds(sizes, plan, cluster, where, traits, wires, cover=max(stages), ending=layers * layer.backward)
     owned = sizes.stage / (zero_ways(plan, traits) if plan.zero_stage else 1)
     optimizer = optimizer_seconds(owned, plan, cluster, processor, traits)
     tied = tied_seconds(sizes, plan, cluster, where, traits, wires)
-    seconds = duration.total + exchange + optimizer + tied
+    seconds = duration.total + exchange + rounding + optimizer + tied
     collectives = plan.num_microbatches * layers * gather * (passes.forward + passes.backward)
     useful = plan.num_microbatches * sum(stages) / plan.pipe
     network, nvlink = step_bytes(plan, where, traits, sizes, boundary, passes, layers)
@@ -101,6 +117,7 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
             "pipeline messages": duration.exposed,
             "data-parallel collectives": exchange,
             "tied embedding": tied,
+            "rounding": rounding,
             "optimizer": optimizer,
         },
         network_parts=network,

@@ -14,6 +14,12 @@ PCIE_BANDWIDTH, HOST_BANDWIDTH = 12e9, 100e9
 ADAM_BYTES = 44
 """Moved a parameter by the optimizer: gradient, parameter and moments, their norm, and the compute copy."""
 
+BYTES_A_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+"""Of a gradient between nodes: `giantjax.parallel.collectives` rounds it so, an int8 scale for every 256."""
+ROUNDED_BYTES = 36
+"""Moved a rounded value: gradient and old error read, their sum written; rounded; decoded to keep what that took off; decoded to be
+used. What comes in is added up on the way."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -21,9 +27,13 @@ class Sizes:
 
     layer: float
     table: float
-    """Of the embedding, on the stages that have it."""
+    """Of what is in no layer, on the stages that have it: the embedding; with us also positions, the last LayerNorm and an untied head."""
     stage: float
     """Of the fullest stage."""
+    cast: float
+    """Of `stage`, the weights of matrix products, which have a copy in the compute type."""
+    whole: float = 0.0
+    """Of `table`, what every device of `tensor` has all of."""
 
     def exchanged(self, plan: Plan, traits: Traits) -> float:
         """Those that a stage's data-parallel devices exchange among themselves: ours has the embedding on every stage of a pipeline,
@@ -31,13 +41,20 @@ class Sizes:
         return self.stage - (self.table if traits.execution == "lockstep" and plan.pipe > 1 else 0)
 
 
-def sizes_of(model: ModelConfig, plan: Plan, layers: float) -> Sizes:
+def sizes_of(model: ModelConfig, plan: Plan, layers: float, traits: Traits) -> Sizes:
     """Parameters on a device of the fullest stage, which holds `layers` layers."""
-    rows = model.padded_vocabulary(plan.tensor) * (2 if model.head == "untied" else 1)
-    outside = rows * model.hidden_size + model.sequence_length * model.hidden_size
+    hidden, rows = model.hidden_size, model.padded_vocabulary(plan.tensor)
+    outside = rows * (2 if model.head == "untied" else 1) * hidden + model.sequence_length * hidden
     layer = (num_parameters(model, plan.tensor) - outside) / model.num_layers / plan.tensor
-    table = model.padded_vocabulary(plan.tensor) * model.hidden_size / plan.tensor
-    return Sizes(layer, table, layer * layers + table)
+    table = rows * hidden / plan.tensor
+    matrices = (4 * hidden + 2 * model.inner_size) * hidden / plan.tensor
+    if traits.execution == "lockstep":
+        # LayerNorms and the biases of row-parallel products lie on every device of `tensor`.
+        layer += 6 * hidden * (1 - 1 / plan.tensor)
+        whole = (model.sequence_length + 2) * hidden
+        shared = table * (2 if model.head == "untied" else 1) + whole
+        return Sizes(layer, shared, layer * layers + shared, matrices * layers + table, whole)
+    return Sizes(layer, table, layer * layers + table, layer * layers + table)
 
 
 def accumulated_bytes(plan: Plan, traits: Traits) -> float:
@@ -80,7 +97,7 @@ def exchange_seconds(
         return plan.num_microbatches * exposed
     gathered = (2 if traits.shares_across else 4) if plan.zero_stage else traits.gradient_bytes
     moving = one_pass(traits.gradient_bytes) + one_pass(gathered)
-    if plan.zero_stage and not traits.shares_across:
+    if traits.execution == "lockstep" or (plan.zero_stage and not traits.shares_across):
         moving = _inside_first(sizes, plan, where, traits, wires, rings)
     if not traits.overlap_data:
         return moving
@@ -89,11 +106,26 @@ def exchange_seconds(
 
 
 def _inside_first(sizes: Sizes, plan: Plan, where: Place, traits: Traits, wires: Wires, rings: float) -> float:
-    """Gradients scattered inside the node, shares reduced across nodes, parameters gathered inside."""
+    """Gradients scattered inside the node, shares reduced across nodes, gradients or under ZeRO parameters gathered inside."""
     inside, across = Span(where.data.inside, 1), Span(1, where.data.nodes)
     share = sizes.exchanged(plan, traits) / where.data.inside
     scattered = wires.one_pass(sizes.stage * traits.gradient_bytes, inside, 1) + wires.one_pass(sizes.stage * 4, inside, 1)
-    return scattered + 2 * wires.one_pass(share * traits.gradient_bytes, across, rings * where.data.inside)
+    return scattered + 2 * wires.one_pass(share * bytes_across(plan, traits), across, rings * where.data.inside)
+
+
+def bytes_across(plan: Plan, traits: Traits) -> float:
+    """Bytes of a gradient between replicas."""
+    return traits.gradient_bytes if plan.compression == "none" else BYTES_A_VALUE[plan.compression]
+
+
+def rounding_seconds(sizes: Sizes, plan: Plan, processor: Processor) -> float:
+    """Seconds of rounding the gradients that cross between replicas, and of keeping what that takes off."""
+    return 0.0 if plan.compression == "none" else processor.moved(sizes.stage / plan.data * ROUNDED_BYTES, 20)
+
+
+def feedback_bytes(sizes: Sizes, plan: Plan) -> float:
+    """Bytes of the fp32 errors of a device's summands, and of its part of the sums, as `compressed_sum` keeps them."""
+    return 0.0 if plan.compression == "none" else 4 * sizes.stage / plan.data * (1 + 1 / plan.replica)
 
 
 def tied_span(plan: Plan, where: Place, traits: Traits) -> Span:
@@ -102,20 +134,25 @@ def tied_span(plan: Plan, where: Place, traits: Traits) -> Span:
     if traits.execution == "asynchronous":
         return Span(1, 2) if crossing > 1 else Span(2, 1)
     nodes = crossing * where.data.nodes
-    members = plan.pipe * (plan.replica if plan.zero_stage else plan.ways)
-    return Span(max(1, members // nodes), nodes)
+    if plan.compression != "none":
+        # Exactly over stages first, then rounded over replicas.
+        return Span(max(1, plan.pipe // crossing), crossing)
+    return Span(max(1, plan.pipe * plan.replica // nodes), nodes)
 
 
 def tied_seconds(sizes: Sizes, plan: Plan, cluster: Cluster, where: Place, traits: Traits, wires: Wires) -> float:
-    """Seconds to add up the gradients of the embedding over stages."""
+    """Seconds to add up the gradients of the embedding over stages, and with us over replicas."""
     if plan.pipe == 1:
         return 0.0
     span = tied_span(plan, where, traits)
-    share = plan.data if plan.zero_stage and traits.execution == "lockstep" else 1
+    share = plan.data if traits.execution == "lockstep" else 1
     rings = cluster.gpus_per_node / span.inside if span.nodes > 1 else 1
     if traits.execution == "asynchronous" and span.nodes > 1:
         rings = cluster.gpus_per_node / where.stages_in_node
-    return 2 * wires.one_pass(sizes.table * traits.gradient_bytes / share, span, rings)
+    seconds = 2 * wires.one_pass(sizes.table * traits.gradient_bytes / share, span, rings)
+    if plan.compression != "none":
+        seconds += 2 * wires.one_pass(sizes.table * bytes_across(plan, traits) / share, Span(1, where.data.nodes), cluster.gpus_per_node)
+    return seconds
 
 
 def optimizer_seconds(owned: float, plan: Plan, cluster: Cluster, processor: Processor, traits: Traits) -> float:

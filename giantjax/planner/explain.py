@@ -9,7 +9,7 @@ from giantjax.cluster import Cluster
 from giantjax.config import RunConfig
 from giantjax.planner.memory import in_words
 from giantjax.planner.plan import Plan
-from giantjax.planner.search import Priced, Search
+from giantjax.planner.search import WORTH_ROUNDING, Priced, Search
 
 WORDS = {
     "computing": "computing",
@@ -18,6 +18,7 @@ WORDS = {
     "pipeline messages": "waiting for messages between stages",
     "data-parallel collectives": "exchanging gradients",
     "tied embedding": "adding up the embedding's gradients",
+    "rounding": "rounding gradients",
     "optimizer": "the optimizer",
 }
 
@@ -58,10 +59,34 @@ def _amount(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB"
 
 
+def why_not_rounded(one: Priced, best: Priced) -> str:
+    """Why a compression of gradients is not proposed, from its fastest plan."""
+    saved = best.cost.seconds - one.cost.seconds * best.plan.samples / one.plan.samples
+    amount = f"{_amount(one.cost.network_bytes)} between nodes a step"
+    if saved <= 0:
+        return f"{one.cost.seconds:.3g} s a step on {mesh_in_words(one.plan)}, {amount}: no faster than the best plan"
+    return (
+        f"{one.cost.seconds:.3g} s a step on {mesh_in_words(one.plan)}, {amount}: {100 * saved / best.cost.seconds:.1f} % faster than the "
+        f"best plan, and rounding must save {100 * WORTH_ROUNDING:.0f} %"
+    )
+
+
 def plan_table(plans: Sequence[Priced], cluster: Cluster) -> Table:
     """The plans, fastest first, and why the others are slower."""
     table = Table(
-        "mesh", "microbatches", "recompute", "ZeRO", "step", "samples/s", "MFU", "memory", "network", "NVLink", "bubble", box=None
+        "mesh",
+        "microbatches",
+        "recompute",
+        "ZeRO",
+        "compression",
+        "step",
+        "samples/s",
+        "MFU",
+        "memory",
+        "network",
+        "NVLink",
+        "bubble",
+        box=None,
     )
     table.add_column("exposed")
     table.add_column("why not")
@@ -69,6 +94,7 @@ def plan_table(plans: Sequence[Priced], cluster: Cluster) -> Table:
         plan, cost = one.plan, one.cost
         table.add_row(
             *(mesh_in_words(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", plan.recompute, str(plan.zero_stage)),
+            plan.compression,
             *(f"{cost.seconds:.3g} s", f"{cost.samples_per_s:.3g}", f"{100 * cost.mfu:.0f} %", in_words(one.fullest.total)),
             *(_amount(cost.network_bytes), _amount(cost.nvlink_bytes), f"{100 * cost.bubble:.0f} %", f"{cost.exposed_network_s:.2g} s"),
             why(one, plans[0], cluster) if one is not plans[0] else "",
@@ -122,6 +148,7 @@ def _plan_as_json(one: Priced) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "zero_stage": plan.zero_stage,
         "recompute": plan.recompute,
+        "compression": plan.compression,
         "step_time_s": cost.seconds,
         "samples_per_s": cost.samples_per_s,
         "mfu": cost.mfu,

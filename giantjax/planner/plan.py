@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Compression = Literal["none", "bf16", "int8"]
 Precision = Literal["fp32", "half", "eighth"]
 """Of matrix products: fp32, fp16 or bf16, 8-bit."""
 
@@ -23,6 +24,8 @@ class Plan:
     num_chunks: int = 1
     recompute: str = "none"
     zero_stage: int = 0
+    compression: Compression = "none"
+    """Of gradients that cross between nodes on `replica`."""
 
     @property
     def ways(self) -> int:
@@ -43,6 +46,11 @@ class Plan:
     def recompute_kind(self) -> str:
         """`none`, `selective` or `full`."""
         return self.recompute.partition(":")[0]
+
+    @property
+    def recompute_interval(self) -> int:
+        """K of `full:K`, else 1."""
+        return int(self.recompute.partition(":")[2] or 1)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from giantjax.cluster import Cluster
 from giantjax.config import ModelConfig, RunConfig
 from giantjax.errors import InputError, nearest_multiples
 from giantjax.planner.cost import StepCost, step_cost
+from giantjax.planner.exchange import BYTES_A_VALUE
 from giantjax.planner.memory import in_words
-from giantjax.planner.plan import GIANTJAX, Plan, Precision, Traits
+from giantjax.planner.plan import GIANTJAX, Compression, Plan, Precision, Traits
 from giantjax.planner.stage_memory import StageMemory, stage_memory, usable_bytes
 
 LARGEST_MICROBATCH = 64
 """Samples; larger ones gain nothing and take memory."""
+
+WORTH_ROUNDING = 0.02
+"""Share of the step that rounding gradients between nodes must save, and int8 again over bf16: it costs memory, and exactness."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Search:
     """Fastest first."""
     too_large: list[Priced]
     """One of each mesh none of whose plans fits: the one that needs least."""
+    not_worth: list[Priced] = field(default_factory=list)
+    """The fastest plan of each compression that saves less than WORTH_ROUNDING, and is not proposed."""
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -59,8 +65,8 @@ def search(config: RunConfig, cluster: Cluster, traits: Traits = GIANTJAX) -> Se
     """Price every plan of `config` on all of `cluster`.
 
     Of each mesh and recompute policy all microbatch sizes that fit count. What cannot win is left out: GPipe, which takes as long
-    as 1F1B or longer and never less memory; parallel groups that span nodes where they could lie inside; and microbatches that
-    need more memory than one that did not fit.
+    as 1F1B or longer and never less memory; parallel groups that span nodes where they could lie inside; microbatches that need more
+    memory than one that did not fit; and rounding of gradients that take less than WORTH_ROUNDING of the step.
     """
     traits = replace(traits, precision=precision_of(config))
     usable = usable_bytes(cluster.gpu, config.runtime.memory_fraction)
@@ -74,11 +80,35 @@ def search(config: RunConfig, cluster: Cluster, traits: Traits = GIANTJAX) -> Se
         else:
             too_large[degrees] = _smallest(config, cluster, traits, mesh, usable)
     ranked = sorted(fitting, key=lambda priced: (priced.cost.seconds, priced.fullest.total))
-    return Search(_distinct(ranked), list(too_large.values()))
+    worth, not_worth = _worth_rounding(ranked)
+    return Search(_distinct(worth), list(too_large.values()), not_worth)
+
+
+def compressions(config: RunConfig, mesh: Plan) -> tuple[Compression, ...]:
+    """What may round the gradients between replicas: what the run asks for, or where it asks for nothing any."""
+    if mesh.replica == 1:
+        return ("none",)
+    asked = config.training.compression
+    return ("none", "bf16", "int8") if asked == "none" else (asked,)
+
+
+def _worth_rounding(ranked: list[Priced]) -> tuple[list[Priced], list[Priced]]:
+    """Those of `ranked` that round nothing, or save WORTH_ROUNDING of the fastest that rounds less; and the fastest of each other kind."""
+    dropped: list[Priced] = []
+    for compression in ("bf16", "int8"):
+        kind = [one for one in ranked if one.plan.compression == compression]
+        others = [one.cost.seconds for one in ranked if BYTES_A_VALUE[one.plan.compression] > BYTES_A_VALUE[compression]]
+        bar = (1 - WORTH_ROUNDING) * min(others, default=math.inf)
+        slow = [one for one in kind if one.cost.seconds > bar]
+        left_out = set(map(id, slow))
+        ranked = [one for one in ranked if id(one) not in left_out]
+        # Where another plan of the kind is proposed, the kind needs no reason.
+        dropped += slow[:1] if len(slow) == len(kind) else []
+    return ranked, dropped
 
 
 def _distinct(ranked: list[Priced]) -> list[Priced]:
-    """Of plans that differ only in what they recompute and share, the fastest."""
+    """Of plans that differ only in what they recompute, share and round, the fastest."""
     found: dict[tuple[int, ...], Priced] = {}
     for one in ranked:
         plan = one.plan
@@ -105,21 +135,26 @@ def meshes(config: RunConfig, cluster: Cluster) -> Iterator[Plan]:
 
 def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Iterator[Priced]:
     model, each = config.model, config.training.global_batch_size // mesh.ways
+    first, *others = compressions(config, mesh)
     for recompute in ("none", "selective", "full"):
         for zero in (0, 1) if mesh.data > 1 else (0,):
+            kind = replace(mesh, recompute=recompute, zero_stage=zero, compression=first)
             for size in divisors(each):
                 if size > LARGEST_MICROBATCH:
                     break
-                plan = replace(mesh, microbatch_size=size, num_microbatches=each // size, recompute=recompute, zero_stage=zero)
-                memory = tuple(stage_memory(model, plan, traits)[:1])
-                if memory[0].total > usable:
+                plan = replace(kind, microbatch_size=size, num_microbatches=each // size)
+                if stage_memory(model, plan, traits)[0].total > usable:
                     break
-                yield price(model, plan, cluster, traits, usable)
+                exact = price(model, plan, cluster, traits, usable)
+                yield exact
+                gradients = exact.cost.parts["data-parallel collectives"] + exact.cost.parts["tied embedding"]
+                if gradients > WORTH_ROUNDING * exact.cost.seconds:
+                    yield from (price(model, replace(plan, compression=one), cluster, traits, usable) for one in others)
 
 
 def _smallest(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Priced:
     each = config.training.global_batch_size // mesh.ways
-    plan = replace(mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1))
+    plan = replace(mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1), compression=compressions(config, mesh)[0])
     return price(config.model, plan, cluster, traits, usable)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from giantjax.cluster import GPU
 from giantjax.config import ModelConfig
-from giantjax.planner.exchange import sizes_of, zero_ways
+from giantjax.planner.exchange import feedback_bytes, sizes_of, zero_ways
 from giantjax.planner.layer import BLOCKWISE
 from giantjax.planner.plan import Plan, Traits
 
@@ -16,23 +16,22 @@ SLACK = 0.06
 DRIVER = 0.986
 """Share of the datasheet's memory that a driver reports: 42,331,013,120 bytes of an A100-40GB, 33,871,364,096 of a V100-32GB."""
 
-# Fitted to `memory_analysis()` of 26 plans of gpt3_1b3, gpt3_6b7, gpt13b and gpt3_175b compiled for A100-40GB (docs/planner.md): 2 % off
-# on average, 6 % at most.
-LOGITS = 3.2
-"""fp32 arrays of logits that a microbatch in flight keeps. Our executor runs the head on every stage, so every slot keeps them,
-unless everything is recomputed."""
-HEAD_INPUT = 3.6
-"""Bytes a token and unit of width that goes with the logits: the head's input, gathered over `tensor`."""
-ENTRY = 3.7
-"""The same that every slot keeps whatever is recomputed, of what enters a stage."""
-KEPT = 1.36
+# Fitted to `memory_analysis()` of the compiled plans of tests/planner/compiled.csv that are not held out (docs/planner.md).
+MICROBATCH_GRADIENTS = 4
+"""Bytes a parameter of the gradients of one microbatch, before they are added to the sums: fp32, of all layers at once."""
+KEPT = 1.13
 """Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
-COPIES = 0.36
-"""Bytes a parameter of what the compiler sets aside beside gradients and compute copies."""
-PIPELINED = 1.93
-"""The same again where ticks are a loop."""
-WORKING = 1.5
+SPARE = 1
+"""Slots of a pipeline beside those in use: what a tick has just made or taken out."""
+LOGITS = 3.2
+"""fp32 arrays of logits that are there at once. Our executor makes them at the beginning of a microbatch's backward pass, so no slot keeps
+any, and gradients and working set of the blocks take their place afterwards."""
+WORKING = 2.0
 """Bytes of one block's backward pass against those counted."""
+GROUPED_WORKING, GROUPED_WEIGHTS = 0.67, 8.5
+"""Under `full:K`, of each of K layers: the same, and bytes a parameter of what is cut out of the stage for the group, and its gradients."""
+OTHERS_WORKING = 1.5
+"""WORKING of programs that are not compiled."""
 ADAM = 8
 """Bytes a parameter of two fp32 moments."""
 
@@ -46,20 +45,22 @@ class StageMemory:
     optimizer: int
     """Two moments, or a device's share of them."""
     gradients: int
-    """fp32 sums over microbatches."""
+    """fp32 sums over microbatches, and with us those of one microbatch beside them."""
     copies: int
-    """Of the parameters, in the type of matrix products and as a program rearranges them."""
+    """Of the weights, in the type of matrix products."""
+    feedback: int
+    """What rounding took off the gradients that cross between nodes."""
     activations: int
     """What microbatches in flight keep for their backward pass."""
     logits: int
-    """fp32, and the head's input, of the last stage or with us of every one."""
+    """fp32, of the last stage; with us of every one, as far as they need more than what takes their place."""
     working: int
     """What one block needs while its backward pass runs."""
 
     @property
     def program(self) -> int:
         """What the compiled program takes."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(vars(self).values())
 
     @property
     def reserved(self) -> int:
@@ -72,10 +73,14 @@ class StageMemory:
         return self.program + self.reserved
 
     @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Each part's name and bytes, largest first."""
+        return sorted(((part.name, int(getattr(self, part.name))) for part in fields(self)), key=lambda part: -part[1])
+
+    @property
     def largest(self) -> tuple[str, int]:
         """The part that takes most."""
-        name = max((part.name for part in fields(self)), key=lambda name: int(getattr(self, name)))
-        return name, int(getattr(self, name))
+        return self.parts[0]
 
 
 def usable_bytes(gpu: GPU, memory_fraction: float) -> int:
@@ -88,16 +93,18 @@ def kept_bytes(model: ModelConfig, plan: Plan, traits: Traits, width: int) -> fl
 
     Ours keeps the results of matrix products: 3 h for the heads, h each for context and residual, the inner layer, and where nothing
     is redone the attention weights, all divided over `tensor`. Others keep what Korthikanti et al. (2022) count: 34 h and 5 a s
-    bytes a token, of which LayerNorms and residuals, 10 h, are not divided.
+    bytes a token, of which LayerNorms and residuals, 10 h, are not divided, and what only dropout needs, 2 h and 3 a s, goes without it.
     """
     tokens, hidden = plan.microbatch_size * model.sequence_length, model.hidden_size
     scores = 0 if traits.attention in BLOCKWISE or plan.recompute_kind != "none" else model.num_heads * model.sequence_length
     if traits.execution == "lockstep":
-        kept = hidden if plan.recompute_kind == "full" else 5 * hidden + model.inner_size
-        return width * tokens * (KEPT * kept + scores) / plan.tensor
+        if plan.recompute_kind == "full":
+            return width * tokens * hidden / plan.tensor / plan.recompute_interval
+        return width * tokens * (KEPT * (5 * hidden + model.inner_size) + scores) / plan.tensor
     if plan.recompute_kind == "full":
         return width * tokens * hidden
-    return tokens * (10 * hidden + (24 * hidden + 2.5 * width * scores) / plan.tensor) * width / 2
+    dropped = int(traits.dropout)
+    return tokens * ((8 + 2 * dropped) * hidden + (24 * hidden + (2 + 3 * dropped) * scores) / plan.tensor) * width / 2
 
 
 def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMemory]:
@@ -108,35 +115,41 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     width = 4 if traits.precision == "fp32" else 2
     lockstep = traits.execution == "lockstep"
     layers = -(-model.num_layers // plan.pipe)
-    sizes = sizes_of(model, plan, layers)
+    sizes = sizes_of(model, plan, layers, traits)
     tokens = plan.microbatch_size * model.sequence_length
     rows = model.padded_vocabulary(plan.tensor) / plan.tensor
-    one_block = WORKING * width * tokens * (16 * model.hidden_size + 2 * model.num_heads * model.sequence_length) / plan.tensor
+    scores = 0 if traits.attention in BLOCKWISE else 2 * model.num_heads * model.sequence_length
+    block = width * tokens * (16 * model.hidden_size + scores) / plan.tensor
+    working = (WORKING if lockstep else OTHERS_WORKING) * block
+    if lockstep and plan.recompute_interval > 1:
+        working += min(plan.recompute_interval, layers) * (GROUPED_WORKING * block + GROUPED_WEIGHTS * sizes.layer)
+    on_device = {"none": (1, 1), "optimizer": (1, 0), "everything": (0, 0)}[traits.offload]
+    spare = SPARE if lockstep and plan.pipe > 1 else 0
     stages = []
-    for stage in range(plan.pipe):
+    for stage in range(1 if lockstep else plan.pipe):
         at_end = lockstep or stage in (0, plan.pipe - 1)
         held = sizes.stage if at_end else sizes.stage - sizes.table
         shared = zero_ways(plan, traits)
         states, grads, params = (shared if plan.zero_stage >= level else 1 for level in (1, 2, 3))
-        flying = in_flight(plan, traits, stage)
+        gradients, copies = traits.gradient_bytes * held / grads, held * 2 / params
+        logits = max(0.0, 8 * tokens * rows - working) if stage == plan.pipe - 1 else 0.0
         if lockstep:
-            copies = held * (COPIES + (width if width < 4 else 0) + (PIPELINED if plan.pipe > 1 else 0))
-            heads = 1 if plan.recompute_kind == "full" else flying
-            logits = (LOGITS * 4 * rows + HEAD_INPUT * model.hidden_size) * tokens * heads + ENTRY * model.hidden_size * tokens * flying
-        else:
-            copies, logits = held * 2 / params, (2 * 4 * tokens * rows if stage == plan.pipe - 1 else 0)
+            gradients += MICROBATCH_GRADIENTS * held
+            copies = width * sizes.cast if width < 4 else 0
+            logits = max(0.0, LOGITS * 4 * tokens * rows - MICROBATCH_GRADIENTS * held - working)
         stages.append(
             StageMemory(
-                parameters=int(4 * held / params),
-                optimizer=int(ADAM * held / states),
-                gradients=int(traits.gradient_bytes * held / grads),
+                parameters=int(on_device[0] * 4 * held / params),
+                optimizer=int(on_device[1] * ADAM * held / states),
+                gradients=int(gradients),
                 copies=int(copies),
-                activations=int(kept_bytes(model, plan, traits, width) * layers * flying),
+                feedback=int(feedback_bytes(sizes, plan)),
+                activations=int(kept_bytes(model, plan, traits, width) * layers * (in_flight(plan, traits, stage) + spare)),
                 logits=int(logits),
-                working=int(one_block),
+                working=int(working),
             )
         )
-    return stages
+    return stages * plan.pipe if lockstep else stages
 
 
 def in_flight(plan: Plan, traits: Traits, stage: int) -> int:

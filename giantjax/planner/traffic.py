@@ -1,7 +1,7 @@
 """Bytes of a step between nodes and inside them."""
 
 from giantjax.planner.compute import Pass
-from giantjax.planner.exchange import Sizes, tied_span
+from giantjax.planner.exchange import Sizes, bytes_across, tied_span
 from giantjax.planner.links import Place, Span
 from giantjax.planner.plan import Plan, Traits
 
@@ -30,13 +30,13 @@ def step_bytes(
 
     ticks = plan.num_microbatches + (plan.pipe - 1 if traits.execution == "lockstep" else 0)
     ring("tensor collectives", boundary, where.tensor, devices / plan.tensor, ticks * layers * (passes.forward + passes.backward))
-    groups, own = devices / plan.ways, sizes.exchanged(plan, traits)
+    groups, own, across = devices / plan.ways, sizes.exchanged(plan, traits), bytes_across(plan, traits)
     if plan.zero_stage >= 2:
         widths = (4 if plan.zero_stage == 3 else 2) + traits.gradient_bytes
         ring("shared parameters and gradients", sizes.stage * widths, where.data, groups, plan.num_microbatches)
-    elif plan.zero_stage and not traits.shares_across:
+    elif traits.execution == "lockstep" or (plan.zero_stage and not traits.shares_across):
         ring("gradients", sizes.stage * (traits.gradient_bytes + 4), Span(where.data.inside, 1), groups * where.data.nodes, 1)
-        ring("gradients", own * 2 * traits.gradient_bytes / where.data.inside, Span(1, where.data.nodes), groups * where.data.inside, 1)
+        ring("gradients", own * 2 * across / where.data.inside, Span(1, where.data.nodes), groups * where.data.inside, 1)
     else:
         ring("gradients", own * (traits.gradient_bytes + (2 if plan.zero_stage else traits.gradient_bytes)), where.data, groups, 1)
     if plan.pipe > 1:
@@ -47,7 +47,11 @@ def step_bytes(
             network["pipeline messages"] = sent * crossing
         nvlink += sent * (plan.pipe - 1 - crossing)
         span = tied_span(plan, where, traits)
-        ring("tied embedding", sizes.table * traits.gradient_bytes * 2 * _tied_groups(plan, traits), span, 1, 1)
+        # What `tensor` does not divide is scattered over it before it crosses.
+        table = sizes.table - sizes.whole * (1 - 1 / plan.tensor)
+        ring("tied embedding", table * traits.gradient_bytes * 2 * _tied_groups(plan, traits), span, 1, 1)
+        if plan.compression != "none":
+            ring("tied embedding", table * across * 2, Span(1, where.data.nodes), plan.pipe * plan.tensor, 1)
     return network, nvlink
 
 
@@ -58,4 +62,6 @@ def num_messages(plan: Plan, traits: Traits) -> int:
 
 def _tied_groups(plan: Plan, traits: Traits) -> int:
     """How many whole embeddings are added up at once, one device's part of `tensor` counted as one."""
-    return plan.tensor * (plan.ways if traits.execution == "asynchronous" else 1)
+    if traits.execution == "asynchronous":
+        return plan.tensor * plan.ways
+    return plan.tensor * (1 if plan.compression == "none" else plan.replica)

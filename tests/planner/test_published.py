@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from giantjax.benchmarks.planner import Planner, kendall, planner, score
-from giantjax.benchmarks.published import COLUMNS, read_rows
+from giantjax.benchmarks.published import COLUMNS, read_occupied, read_rows
 from giantjax.errors import InputError
 
 GOOD = dict(
@@ -84,6 +84,33 @@ def test_what_is_taken_at_its_usual_value_is_noted(change, note, tmp_path):
 def test_degrees_follow_from_each_other(tmp_path):
     rows, unusable = read_rows(write(tmp_path / "a.csv", {"dp": ""}, {"tp": "", "pp": "", "dp": "16"}))
     assert not unusable and [row.plan.ways for row in rows] == [4, 16]
+
+
+def test_plans_that_ran_and_plans_that_did_not(tmp_path, capsys):
+    """A time or a memory in use says that a plan ran; OOM in the model, the metric or the value that it did not."""
+    changes = [
+        {},
+        {"metric": "gpu_mem_GB", "value": "30"},
+        {"micro_batch": "16", "model": "GPT, OOM", "metric": "note", "value": ""},
+        {"micro_batch": "8", "metric": "status", "value": "out of memory"},
+        {"micro_batch": "1", "model": "GPT, close to OOM", "metric": "gpu_mem_MiB", "value": "38000"},
+        {"layers": "", "metric": "oom", "value": "1"},
+    ]
+    found = read_occupied(write(tmp_path / "a.csv", *changes))
+    assert [(one.ran, one.num_bytes) for one in found] == [(True, 30e9), (False, None), (False, None), (True, 38_000 * 2**20)]
+    huge = {"hidden": "16384", "heads": "128", "layers": "96", "model": "huge"}
+    found = read_occupied(write(tmp_path / "b.csv", {}, {**huge, "metric": "oom"}))
+    assert [(one.ran, one.fits) for one in found] == [(True, True), (False, False)]
+    assert planner(Planner(str(tmp_path / "b.csv"))) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "memory: 1 of 1 plans that ran fit by the planner's model, 0 of 1 that ran out of memory do; 100 % classified right" in printed
+
+
+def test_published_plans_that_ran_are_thought_to_fit(shared):
+    """No row of the file failed for want of memory, so only the one side can be tested."""
+    found = read_occupied(shared / "published/throughput.csv")
+    assert len(found) >= 300 and all(one.ran for one in found)
+    assert sum(one.fits for one in found) / len(found) >= 0.95
 
 
 def test_files_that_are_none(tmp_path):

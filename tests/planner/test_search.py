@@ -1,21 +1,27 @@
 """Plans: all legal, ranked, explained, fast to find; the same from the command line and at the start of a run."""
 
 import json
+import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from giantjax.cluster import Cluster, Machine, cluster_of_name, gpu_of_name
 from giantjax.command_line import preset
+from giantjax.compile_report import Carried, Memory
 from giantjax.config import MeshConfig
 from giantjax.errors import InputError
+from giantjax.hlo import Shape
 from giantjax.network import network
 from giantjax.parallel.nodes import Nodes, Place
 from giantjax.planner.automatic import cluster_of_nodes, resolve_mesh, with_plan
-from giantjax.planner.explain import as_json, losers, why
-from giantjax.planner.search import require_fitting, search
+from giantjax.planner.explain import as_json, losers, why, why_not_rounded
+from giantjax.planner.memory import in_words
+from giantjax.planner.search import WORTH_ROUNDING, require_fitting, search
 from giantjax.planner.strategies import baseline
+from giantjax.planner.verify import refusal
 
 
 def nodes_of(num_devices: int) -> Nodes:
@@ -72,13 +78,55 @@ def test_json_has_the_fields_of_the_contract(tmp_path):
     assert list(written) == ["cluster", "model", "plans", "rejected", "verified"]
     plan = written["plans"][0]
     assert list(plan) == [
-        *("mesh", "schedule", "num_chunks", "microbatch_size", "num_microbatches", "zero_stage", "recompute", "step_time_s"),
-        *("samples_per_s", "mfu", "memory_bytes_by_stage", "network_bytes_per_step", "nvlink_bytes_per_step", "bubble"),
+        *("mesh", "schedule", "num_chunks", "microbatch_size", "num_microbatches", "zero_stage", "recompute", "compression"),
+        *("step_time_s", "samples_per_s", "mfu", "memory_bytes_by_stage", "network_bytes_per_step", "nvlink_bytes_per_step", "bubble"),
         "exposed_network_s",
     ]
     assert list(plan["mesh"]) == ["pipe", "replica", "data", "tensor"] and len(plan["memory_bytes_by_stage"]) == plan["mesh"]["pipe"]
     meshes = [tuple(one["mesh"].values()) for one in written["rejected"]]
     assert len(meshes) == len(set(meshes)) and all(one["why"] for one in written["rejected"])
+
+
+def test_gradients_are_rounded_only_where_it_pays():
+    """A small model in replicas on a thin network, and not the pipeline of a large one."""
+    small, large = preset("gpt3_1b3"), preset("gpt13b")
+    thin = cluster_of_name("v100x4-tcp25")
+    found = search(small, thin)
+    best, exact = found.fitting[0], min((one for one in found.fitting if one.plan.compression == "none"), key=lambda one: one.cost.seconds)
+    assert best.plan.compression == "int8" and best.plan.replica > 1
+    assert best.cost.seconds <= (1 - WORTH_ROUNDING) * exact.cost.seconds
+    assert with_plan(small, best.plan).training.compression == "int8"
+    for one in found.fitting:
+        assert one.plan.compression == "none" or one.cost.seconds <= (1 - WORTH_ROUNDING) * exact.cost.seconds
+
+    found = search(large, cluster_of_name("a100x4-rdma800"))
+    assert {one.plan.compression for one in found.fitting} == {"none"}
+    assert [one.plan.compression for one in found.not_worth] == ["bf16", "int8"]
+    for one in found.not_worth:
+        assert re.search(
+            r"GB between nodes a step: (no faster than the best plan|.* and rounding must save 2 %)", why_not_rounded(one, found.fitting[0])
+        )
+
+
+def test_a_compression_that_the_run_asks_for_is_kept():
+    config = preset("gpt3_1b3")
+    asked = replace(config, training=replace(config.training, compression="bf16"))
+    found = search(asked, cluster_of_name("a100x4-rdma800"))
+    assert {one.plan.compression for one in found.fitting if one.plan.replica > 1} == {"bf16"}
+    assert {one.plan.compression for one in found.fitting if one.plan.replica == 1} == {"none"}
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_its_stage_and_buffers():
+    config, cluster = preset("gpt13b"), cluster_of_name("a100x4-rdma800")
+    best = search(config, cluster).fitting[0]
+    memory = Memory(12 * 2**30, 0, 0, 30 * 2**30, 36 * 2**30)
+    report = SimpleNamespace(memory=memory, carried=(Carried(Shape("bf16", (8, 10, 6144, 5120)), 2),))
+    assert refusal(config, cluster, best, report) == (
+        "gpt13b does not fit a100x4-rdma800: stage 0 of 4, like every other, needs 42.0 GiB of 36.0 GiB on each A100-40GB, 12.0 GiB of it "
+        "state and batch; the largest buffers between ticks are 2 x bf16[8,10,6144,5120] of 4.7 GiB, the largest parts by the estimate "
+        + ", ".join(f"{part} {in_words(size)}" for part, size in best.fullest.parts[:3])
+        + "; take the next plan of the table or more nodes"
+    )
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_hold_it():
