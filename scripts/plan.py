@@ -101,7 +101,7 @@ def show(config: RunConfig, cluster: Cluster, plans: list[Priced], found: Search
         f"{config.name}: {num_parameters(config.model):,} parameters, batch {config.training.global_batch_size}; {cluster.description}"
     )
     if cluster.gpu.family == "V100" and plans[0].traits.precision == "half":
-        console.print("priced in fp16, which needs loss scaling that training does not have yet")
+        console.print("priced in fp16, which training.precision auto takes there")
     console.print(plan_table(plans[: arguments.top], cluster))
     if arguments.strategy == "auto":
         console.print("\nother meshes, their best plans, and the baselines:")

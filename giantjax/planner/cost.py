@@ -26,9 +26,8 @@ from giantjax.planner.traffic import step_bytes
 TENSOR_HIDDEN = 0.7
 """Share of tensor-parallel collectives that lies over products where a program splits both (Transformer Engine's user buffers)."""
 
-PUT, TAKEN = 5, 2
-"""Times that what a slot of a pipeline keeps is read or written, as the compiled tick has it: selected against what the slot had, then
-written there (five), and taken out (two)."""
+PUT, TAKEN = 2, 2
+"""Times that what a slot of a pipeline keeps is read or written, as the compiled tick has it: copied there, and taken out."""
 
 
 @dataclass(frozen=True)
