@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,8 +166,15 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _say_it_once() -> None:
-    """Of many arrays that fail alike orbax raises one; asyncio would log the others, each with pages of traceback."""
+    """Of many arrays that fail alike orbax raises one; the others would be logged or printed, each with pages of traceback."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def newest_whole(folder: Path) -> int | None:

@@ -15,6 +15,7 @@ from giantjax import command_line
 from giantjax.cluster import Cluster, cluster_of_name
 from giantjax.config import RunConfig, RuntimeConfig
 from giantjax.errors import InputError
+from giantjax.fields import leaves
 from giantjax.planner.automatic import with_plan
 from giantjax.planner.explain import as_json, best_of_each_mesh, losers, mesh_in_words, plan_table, why_not_rounded
 from giantjax.planner.flops import num_parameters
@@ -122,6 +123,10 @@ def show(config: RunConfig, cluster: Cluster, plans: list[Priced], found: Search
     more = ", ".join(f"{name} {in_words(getattr(best.fullest, name))}" for name in ("activations", "logits", "working", "reserved"))
     console.print(f"\nmemory of the fullest stage of the best: {parts}, {more}; {in_words(best.usable)} usable", soft_wrap=True)
     print(f"best: {mesh_in_words(best.plan)}, {best.cost.seconds:.3g} s a step, {best.cost.samples_per_s:.4g} samples/s")
+    if arguments.strategy == "auto":
+        before, chosen = leaves(config), leaves(with_plan(config, best.plan))
+        options = " ".join(f"--{path.replace('_', '-')} {chosen[path]}" for path in chosen if chosen[path] != before[path])
+        print(f"      python scripts/pretrain.py --config {arguments.config} {options}")
 
 
 def _named_baselines(config: RunConfig, cluster: Cluster) -> list[tuple[str, Priced]]:

@@ -33,7 +33,7 @@ from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
 from giantjax.training.progress import ProgressLine
-from giantjax.training.run_directory import RunDirectory, write_record
+from giantjax.training.run_directory import RunDirectory, held_alone, write_record
 from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, first_scale, init_state, layout_of, without_errors
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 
@@ -76,6 +76,8 @@ def train(
         parts = assemble(config, nodes)
         config, layout, forms = parts.config, parts.layout, parts.forms
         run.path.mkdir(parents=True, exist_ok=True)
+        if is_first():
+            opened.enter_context(held_alone(run))
         store = opened.enter_context(CheckpointStore(run.checkpoints, config.checkpoint))
         first = from_first("first", store.latest_step()) or 0
         if first:
@@ -239,7 +241,7 @@ def start_summary(config: RunConfig, parts: Parts, book: Bookkeeper, nodes: Node
         f"{config.name}: {num_parameters(config.model):,} parameters, {config.training.precision} ({parts.reason}), {mesh.num_devices} of "
         f"{jax.device_count()} {device.device_kind} devices, global batch {batch} = microbatch {config.microbatch_size} x "
         f"{config.num_microbatches} microbatches x {ways}",
-        f"run directory {book.run.path}; MFU counts against {book.peak[0] / 1e12:.2f} TFLOP/s a device ({book.peak[1]})",
+        f"run directory {book.run.path}; MFU counts against {book.peak[0] / 1e12:.3g} TFLOP/s a device ({book.peak[1]})",
     ]
     if mesh.num_devices > 1:
         degrees = " x ".join(f"{axis} {size}" for axis, size in parts.layout.mesh.shape.items() if size > 1)

@@ -111,7 +111,7 @@ def _watch(ended: threading.Event) -> None:
             found = _look("fault")
         except jax.errors.JaxRuntimeError:
             return
-        if found:
+        if found and found[0] != jax.process_index():
             process, code, sentence = found
             print(f"stopped with process {process}: {sentence}", file=sys.stderr, flush=True)
             _leave_seen()

@@ -1,5 +1,6 @@
 """What a person sees while a run trains: one live line on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 from datetime import timedelta
 
@@ -46,8 +47,12 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
-        self._console.print(text, markup=False)
-        sys.stdout.flush()
+        try:
+            self._console.print(text, markup=False)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # The terminal is gone, the run is not: it goes on, and metrics.jsonl has all that was to be seen.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def show(self, record: Record) -> None:
         """Show one step."""

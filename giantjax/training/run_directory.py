@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +50,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """What a run resumes from."""
         return self.path / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that trains here, whose name it holds."""
+        return self.path / ".lock"
 
     @property
     def tensorboard(self) -> Path:
@@ -148,6 +156,31 @@ def _check_room(config: RunConfig, run: RunDirectory) -> None:
             f"the run directory {run.path} has room for {in_words(free + held)}, but checkpoint.keep {config.checkpoint.keep} + 1 "
             f"checkpoints of {in_words(each)} need {in_words(needed)}; {advice}name a larger disk with --run-dir"
         )
+
+
+@contextlib.contextmanager
+def held_alone(run: RunDirectory) -> Iterator[None]:
+    """Keep others from training in this directory meanwhile; the lock goes with the process, however it ends.
+
+    Raises:
+        InputError: another process trains there.
+    """
+    with run.lock.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip() or "another process"
+            raise InputError(f"{who} is training in {run.path}; wait for its end, stop it, or name another --run-dir") from None
+        except OSError:
+            pass  # a file system without locks, where nobody can be kept out
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            run.lock.unlink(missing_ok=True)
 
 
 def write_record(path: Path, record: Any) -> None:

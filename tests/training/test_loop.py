@@ -20,12 +20,13 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from giantjax.checkpoint import CheckpointStore
 from giantjax.config import RunConfig
 from giantjax.data.indexed import TokenizerRecord, open_indexed
+from giantjax.errors import InputError
 from giantjax.planner.flops import flops_per_sample
 from giantjax.training import bookkeeper, loop
 from giantjax.training.bookkeeper import Bookkeeper
 from giantjax.training.progress import ProgressLine
 from giantjax.training.restore import load_trained
-from giantjax.training.run_directory import directory_of, read_record
+from giantjax.training.run_directory import RunDirectory, directory_of, held_alone, read_record
 from giantjax.training.step import StepMetrics
 from tests.helpers import FORWARD, logits_of
 from tests.training.runs import PEAK_FLOPS, CompiledOnce, copy_of, records_of, small_run, train_here, write_corpus
@@ -322,3 +323,15 @@ def test_the_validation_loss_is_the_mean_over_held_out_samples(whole, corpus):
     logits = logits_of(trained.model, trained.params, {"tokens": rows[:, :-1]})[..., :257]
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], axis=-1)
     assert records_of(whole)[-1]["validation_loss"] == pytest.approx(float(losses.mean()), rel=FORWARD)
+
+
+def test_two_processes_do_not_train_in_one_directory(tmp_path):
+    """The second is refused by the name of the first; what a killed process leaves keeps nobody out."""
+    run = RunDirectory(tmp_path)
+    run.lock.write_text("process 1 on a machine that is gone")
+    with held_alone(run):
+        refusal = rf"process {os.getpid()} on .* is training in {tmp_path}; wait for its end, stop it, or name another --run-dir"
+        with pytest.raises(InputError, match=refusal), held_alone(run):
+            raise AssertionError("held twice")
+        assert run.lock.exists()
+    assert not list(tmp_path.iterdir())
