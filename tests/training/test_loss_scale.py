@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
 from giantjax.config import LossScaleConfig, ModelConfig
 from giantjax.errors import TrainingFault
@@ -18,7 +19,7 @@ from giantjax.training.loss_scale import initial_scale, next_scale
 from giantjax.training.optimizer import Optimizer
 from giantjax.training.precision import resolve_precision
 from giantjax.training.state import init_state, layout_of
-from giantjax.training.step import build_train_step
+from giantjax.training.step import BATCH_SPEC, build_train_step
 from tests.helpers import relative_error
 from tests.test_equivalence import LENGTH, VOCABULARY, batch_of, mesh_of
 from tests.training.runs import changed, measured, small_run, train_here, write_corpus
@@ -95,9 +96,11 @@ def program(case: Case, dtype: str, scale: float) -> Any:
 
 def trained(case: Case, dtype: str, steps: int, scale: float = 2.0**12) -> tuple[list[float], Any]:
     model, optimizer, layout, step = program(case, dtype, scale)
-    state, losses = init_state(model, optimizer, layout, 0), []
+    state, losses = jax.block_until_ready(init_state(model, optimizer, layout, 0)), []
+    batch = jax.block_until_ready(jax.device_put(batch_of(), NamedSharding(layout.mesh, BATCH_SPEC)))
     for _ in range(steps):
-        state, metrics = step(state, batch_of())
+        # One step after the other: simulated devices share two cores, and fp16 is slow on them.
+        state, metrics = jax.block_until_ready(step(state, batch))
         losses.append(float(metrics.loss))
     return losses, state
 
