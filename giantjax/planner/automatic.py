@@ -41,7 +41,8 @@ def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes, like: Cluste
     if machine.simulated and not found.fitting:
         best = min(found.too_large, key=lambda one: one.fullest.total, default=None)
     else:
-        best = require_fitting(config, cluster, found)[0]
+        # Rounding changes the numbers of a run, so plan.py proposes it and a person decides.
+        best = next(one for one in require_fitting(config, cluster, found) if one.plan.compression == config.training.compression)
     if best is None:
         raise InputError(
             f"no mesh of {cluster.num_gpus} devices suits {config.name}; set runtime.num_cpu_devices to a number that divides "

@@ -171,11 +171,11 @@ def test_an_automatic_mesh_is_planned_for_the_links_of_a_cluster():
     assert cluster_of_nodes(Machine("Quadro", 8, 2**34, simulated=False), four, like).gpu.name == "V100-32GB"
     rehearsal = cluster_of_nodes(Machine("CPU", 32, 2**34, simulated=True), nodes_of(32), like)
     assert (rehearsal.gpu.name, rehearsal.num_nodes, rehearsal.network) == ("V100-32GB", 4, like.network)
-    # What is chosen depends on the link: on a slow one gradients cross rounded.
+    # Rounding would pay on the slow link, but is for a person to decide.
     config = replace(preset("gpt3_1b3"), mesh=MeshConfig(plan="auto"))
     slow, fast = (replace(like, network=replace(network("tcp", gbits, 1, 1.0), measured=True)) for gbits in (0.5, 3200))
     chosen = [resolve_mesh(config, machine, four, one) for one in (slow, fast)]
-    assert [config.training.compression for config, _ in chosen] == ["int8", "none"]
+    assert [config.training.compression for config, _ in chosen] == ["none", "none"]
     assert "automatic mesh for 32 A100-80GB, 0.0625 GB/s tcp a node: " in (chosen[0][1] or "")
 
 
