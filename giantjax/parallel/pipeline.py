@@ -140,7 +140,8 @@ class _Stage:
         """Sums of nothing."""
         loss, metrics = self.loss(shared_of(self.params), *self.split(self.empty), self.microbatch(jnp.int32(0)))
         grads = jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), self.params) if trains else None
-        return jax.tree.map(lambda x: x * 0, Sums(loss, metrics, None))._replace(grads=grads)
+        # Only the types of this loss are looked at, so nothing of it runs.
+        return jax.tree.map(_zeros, Sums(loss, metrics, None))._replace(grads=grads)
 
     def split(self, boundary: Boundary) -> tuple[list[Array], list[Array]]:
         """The floating leaves of a boundary, which carry cotangents, and the others."""
@@ -232,7 +233,12 @@ def _run_ticks(stage: _Stage, schedule: Schedule) -> Sums:
 
 
 def _ring(leaves: list[Array], number: int) -> list[Array]:
-    return [varying(jnp.zeros((number, *leaf.shape), leaf.dtype), varying_axes(leaf)) for leaf in leaves]
+    return [_zeros(leaf, number) for leaf in leaves]
+
+
+def _zeros(like: Array, *more: int) -> Array:
+    """Zeros of the type of `like`, with `more` dims in front."""
+    return varying(jnp.zeros((*more, *like.shape), like.dtype), varying_axes(like))
 
 
 def _check_immediate(schedule: Schedule) -> None:

@@ -73,8 +73,6 @@ def build_train_step(
         batches = _microbatches(batch, num_microbatches)
         # The mean over the global batch is a sum of means over microbatches, each smaller by their number.
         factor = state.scaling.scale * ways if scales else jnp.float32(1)
-        # Nothing before the first backward action depends on the total: without this, devices may begin with different collectives.
-        batches, total = lax.optimization_barrier((batches, total))
         sums = run_schedule(model, table, layout.layers, recompute, varying(state.params), batches, state.step, total / factor)
         assert sums.grads is not None
         if scales:
