@@ -4,7 +4,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from giantjax.errors import InputError
-from giantjax.parallel.schedule import LETTERS, Action, Kind
+from giantjax.parallel.schedule_table import LETTERS, Action, Kind
 from giantjax.parallel.simulate import Event, Timeline, Transfer
 
 if TYPE_CHECKING:

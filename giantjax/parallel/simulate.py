@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
 from giantjax.errors import InputError
-from giantjax.parallel.schedule import KINDS, Action, Kind, Schedule, dependencies, validate
+from giantjax.parallel.schedule_table import KINDS, Action, Kind, Schedule, dependencies, validate
 
 Execution = Literal["lockstep", "asynchronous"]
 Sends = Literal["overlap", "block"]

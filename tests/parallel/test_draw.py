@@ -10,7 +10,7 @@ from giantjax.errors import InputError
 from giantjax.parallel.draw import timeline_figure, timeline_text
 from giantjax.parallel.schedule import KINDS, gpipe, one_forward_one_backward
 from giantjax.parallel.simulate import Costs, Link, asynchronous, lockstep, megatron_orders
-from tests.parallel.test_schedule import chunked, split
+from tests.parallel.test_schedule_table import chunked, split
 
 COSTS = Costs(0.010, 0.020, link=Link(0.002, 1e9), message_bytes=10e6)
 TIMELINES = {

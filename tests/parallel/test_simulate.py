@@ -22,7 +22,7 @@ from giantjax.parallel.schedule import (
     one_forward_one_backward,
 )
 from giantjax.parallel.simulate import Costs, Link, Sends, Timeline, asynchronous, lockstep, megatron_orders, table_orders
-from tests.parallel.test_schedule import MICROBATCHES, STAGES, chunked, split
+from tests.parallel.test_schedule_table import MICROBATCHES, STAGES, chunked, split
 
 FEW = st.integers(1, 12)
 SECONDS = st.floats(0.1, 10)
@@ -145,15 +145,18 @@ def test_a_hop_shorter_than_the_work_beside_it_is_hidden(num_stages, num_microba
 
 
 def test_a_message_travels_beside_weight_gradients_too():
-    """Two stages, two microbatches, f, b, w = 2, 3, 1: ticks F F BWF BWF BW, a hop of 4 = b + w before F, 3 = w + f after B."""
-    schedule = split(2, 2)
+    """Two stages, three microbatches, f, b, w = 2, 3, 1: ticks F F BF BWF BW BW W.
+
+    A hop has b + w = 4 before F in the tick of all three, and w + f = 3 after B; else b before F, f or w after B.
+    """
+    schedule = split(2, 3)
     costs = Costs(2, 3, 1, slow(3))
-    assert lockstep(schedule, costs).exposed_transfer == 3 + (3 - 1)
-    # Forward results arrive with the end of W, after which the gradient has 2 of its 4 seconds under F.
+    assert lockstep(schedule, costs).exposed_transfer == 3 + (3 - 2) + 0 + (3 - 1)
+    # Forward results arrive a second after B in the tick without W, and with the end of W in the tick with it.
     timeline = lockstep(schedule, Costs(2, 3, 1, slow(4)))
-    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "forward"] == [4, 0]
-    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "backward"] == [2, 3]
-    assert timeline.step_time == 3 * 2 + 3 * (3 + 1) + 4 + 2 + 3
+    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "forward"] == [4, 1, 0]
+    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "backward"] == [2, 2, 3]
+    assert timeline.step_time == 4 * 2 + 4 * 3 + 4 * 1 + 4 + 1 + 2 + 2 + 3
 
 
 @settings(deadline=None, max_examples=50)
@@ -243,7 +246,7 @@ def test_in_flight_is_what_the_table_says(num_stages, num_microbatches, maker, w
 
 def test_in_flight_ends_with_the_last_action_of_a_microbatch():
     assert lockstep(forward_only(3, 5), Costs(1)).in_flight.tolist() == [1, 1, 1]
-    assert lockstep(split(2, 8), Costs(1, 1, 1)).in_flight.tolist() == [3, 1]
+    assert lockstep(split(2, 8), Costs(1, 1, 1)).in_flight.tolist() == [4, 2]
     assert lockstep(split(2, 8, late=2), Costs(1, 1, 1)).in_flight.tolist() == [5, 3]
 
 
