@@ -48,6 +48,8 @@ class Case:
     vocabulary: int = VOCABULARY
     dtype: str = "float32"
     compression: str = "none"
+    chunks: int = 1
+    skips_head: bool = False
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -70,6 +72,12 @@ CASES = (
     Case(pipe=4, replica=2, microbatches=1, layers=6, recompute="selective", dropout=0.0),
     Case(replica=4, tensor=2, microbatches=4, schedule="gpipe", recompute="full:2", dropout=0.0, clip=None),
     Case(pipe=4, data=2, microbatches=2, layers=7, zero=1, head="untied", clip=None),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="interleaved", chunks=2, zero=1),
+    Case(pipe=3, data=2, microbatches=8, schedule="interleaved", chunks=2, layers=7, recompute="full:2", skips_head=True, clip=None),
+    Case(pipe=4, tensor=2, microbatches=2, schedule="interleaved", chunks=2, layers=8, head="untied", recompute="selective"),
+    Case(pipe=4, tensor=2, microbatches=8, schedule="zero-bubble", recompute="selective"),
+    Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", zero=1, layers=5, recompute="full:2", head="untied", clip=None),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, skips_head=True, dropout=0.0),
 )
 
 
@@ -137,7 +145,7 @@ def program(case: Case) -> Program:
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
-    layout = layout_of(model, optimizer, mesh, case.zero, case.compression)  # type: ignore[arg-type]
+    layout = layout_of(model, optimizer, mesh, case.zero, case.compression, num_chunks=case.chunks)  # type: ignore[arg-type]
     return Program(model, optimizer, layout, disk_forms(model, optimizer, layout))
 
 
@@ -148,6 +156,20 @@ def start(layers: int, head: str) -> Any:
     return jax.device_get(to_disk(init_state(model, optimizer, layout, 0).params, forms.params))
 
 
+def step_of(case: Case) -> jax.stages.Wrapped:
+    """The train step of a case."""
+    model, optimizer, layout, _ = program(case)
+    return build_train_step(
+        model,
+        optimizer,
+        layout,
+        num_microbatches=case.microbatches,
+        schedule=case.schedule,
+        recompute=case.recompute,
+        skips_head=case.skips_head,
+    )
+
+
 def run(case: Case) -> Result:
     """Three steps and an evaluation."""
     model, optimizer, layout, forms = program(case)
@@ -155,7 +177,7 @@ def run(case: Case) -> Result:
     params = jax.tree.map(lambda form, x, leaf: form.to_device(x, leaf.shape), forms.params, start(case.layers, case.head), shapes.params)
     moments = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.optimizer)
     state = jax.device_put(TrainState(np.int32(0), jax.device_get(params), moments), layout.shardings)
-    step = build_train_step(model, optimizer, layout, num_microbatches=case.microbatches, schedule=case.schedule, recompute=case.recompute)
+    step = step_of(case)
     evaluate = build_eval_step(model, layout, num_microbatches=case.microbatches)
     batch = batch_of()
     total, weight = evaluate(state.params, batch)

@@ -123,7 +123,7 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
     dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims["blocks"], is_leaf=lambda names: isinstance(names, tuple))
     decays = {name: _metadata(state, "decays") for name, state in abstract.items()}
-    casts = {name: _metadata(state, "casts") for name, state in abstract.items()} if dtype != jnp.float32 else None
+    casts = {name: _metadata(state, "casts") for name, state in abstract.items()}
     return GPT(
         init,
         dims,
