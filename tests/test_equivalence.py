@@ -50,6 +50,7 @@ class Case:
     compression: str = "none"
     chunks: int = 1
     skips_head: bool = False
+    shares_head: bool = False
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -78,6 +79,10 @@ CASES = (
     Case(pipe=4, tensor=2, microbatches=8, schedule="zero-bubble", recompute="selective"),
     Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", zero=1, layers=5, recompute="full:2", head="untied", clip=None),
     Case(pipe=2, data=2, tensor=2, microbatches=4, skips_head=True, dropout=0.0),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, shares_head=True, zero=1),
+    Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=3),
+    Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None),
+    Case(pipe=2, replica=4, microbatches=4, schedule="zero-bubble", shares_head=True, head="untied"),
 )
 
 
@@ -141,7 +146,8 @@ def program(case: Case) -> Program:
         head=case.head,  # type: ignore[arg-type]
         init_std=0.2,
     )
-    model = gpt(config, jnp.dtype(case.dtype), seed=3, comm=Communication("tensor" if case.tensor > 1 else None), tensor=case.tensor)
+    comm = Communication("tensor" if case.tensor > 1 else None)
+    model = gpt(config, jnp.dtype(case.dtype), seed=3, comm=comm, tensor=case.tensor, stages="pipe" if case.shares_head else None)
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
