@@ -178,7 +178,7 @@ def step_of(case: Case) -> jax.stages.Wrapped:
 
 def run(case: Case) -> Result:
     """Three steps and an evaluation."""
-    model, optimizer, layout, forms = program(case)
+    model, _, layout, forms = program(case)
     shapes = layout.shapes
     params = jax.tree.map(lambda form, x, leaf: form.to_device(x, leaf.shape), forms.params, start(case.layers, case.head), shapes.params)
     moments = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.optimizer)
