@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from giantjax.config import ModelConfig
-from giantjax.model.gpt import gpt
+from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.communication import Communication
 from giantjax.parallel.mesh import AXES
 from giantjax.parallel.stages import Model
@@ -119,8 +119,7 @@ def mesh_of(*degrees: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: np.prod(degrees)]).reshape(degrees), AXES)
 
 
-def program(case: Case) -> Program:
-    mesh = mesh_of(case.pipe, case.replica, case.data, case.tensor)
+def model_of(case: Case) -> GPT:
     config = ModelConfig(
         num_layers=case.layers,
         hidden_size=32,
@@ -133,11 +132,15 @@ def program(case: Case) -> Program:
         head=case.head,  # type: ignore[arg-type]
         init_std=0.2,
     )
-    model = gpt(config, jnp.dtype(case.dtype), seed=3, comm=Communication("tensor" if case.tensor > 1 else None), tensor=case.tensor)
+    return gpt(config, jnp.dtype(case.dtype), seed=3, comm=Communication("tensor" if case.tensor > 1 else None), tensor=case.tensor)
+
+
+def program(case: Case) -> Program:
+    model = model_of(case)
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
-    layout = layout_of(model, optimizer, mesh, case.zero, case.compression)  # type: ignore[arg-type]
+    layout = layout_of(model, optimizer, mesh_of(case.pipe, case.replica, case.data, case.tensor), case.zero, case.compression)  # type: ignore[arg-type]
     return Program(model, optimizer, layout, disk_forms(model, optimizer, layout))
 
 
