@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from giantjax.config import ModelConfig
-from giantjax.model.gpt import gpt
+from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.communication import Communication
 from giantjax.parallel.mesh import AXES
 from giantjax.parallel.stages import Model
@@ -132,8 +132,7 @@ def mesh_of(*degrees: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: np.prod(degrees)]).reshape(degrees), AXES)
 
 
-def program(case: Case) -> Program:
-    mesh = mesh_of(case.pipe, case.replica, case.data, case.tensor)
+def model_of(case: Case) -> GPT:
     config = ModelConfig(
         num_layers=case.layers,
         hidden_size=32,
@@ -147,7 +146,11 @@ def program(case: Case) -> Program:
         init_std=0.2,
     )
     comm = Communication("tensor" if case.tensor > 1 else None)
-    model = gpt(config, jnp.dtype(case.dtype), seed=3, comm=comm, tensor=case.tensor, stages="pipe" if case.shares_head else None)
+    return gpt(config, jnp.dtype(case.dtype), seed=3, comm=comm, tensor=case.tensor, stages="pipe" if case.shares_head else None)
+
+
+def program(case: Case) -> Program:
+    model, mesh = model_of(case), mesh_of(case.pipe, case.replica, case.data, case.tensor)
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
