@@ -20,7 +20,7 @@ from giantjax.parallel.schedule import (
     weight_slots,
     zero_bubble,
 )
-from tests.parallel.test_schedule_table import MAKERS, MICROBATCHES, STAGES
+from tests.parallel.tables import MAKERS, MICROBATCHES, STAGES
 
 CHUNKS = st.integers(1, 4)
 
