@@ -265,11 +265,11 @@ def _run(schedule: Schedule, orders: Orders, durations: Durations, hop: float, s
                 events.append(Event(action, start, end))
                 done.add(action)
         if len(done) == before:
-            raise _deadlock(schedule, {stage: order[0] for stage, order in enumerate(ahead) if order}, done)
+            raise deadlock(schedule, {stage: order[0] for stage, order in enumerate(ahead) if order}, done)
     return events, mail
 
 
-def _deadlock(schedule: Schedule, heads: Mapping[int, Action], done: set[Action]) -> InputError:
+def deadlock(schedule: Schedule, heads: Mapping[int, Action], done: set[Action]) -> InputError:
     """The ring of actions that wait for each other, found by asking each stage's next action what it waits for."""
     action = next(iter(heads.values()))
     seen: list[Action] = []
