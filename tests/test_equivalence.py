@@ -16,7 +16,10 @@ from jax.sharding import Mesh
 from giantjax.config import ModelConfig
 from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.communication import Communication
+from giantjax.parallel.compact import laid_out
 from giantjax.parallel.mesh import AXES
+from giantjax.parallel.orders import interleaved_orders, megatron_orders, zero_bubble_orders
+from giantjax.parallel.schedule import Schedule, interleaved, schedule_of_name
 from giantjax.parallel.stages import Model
 from giantjax.training.disk import disk_forms, to_disk
 from giantjax.training.optimizer import Optimizer
@@ -79,6 +82,9 @@ CASES = (
     Case(pipe=4, tensor=2, microbatches=8, schedule="zero-bubble", recompute="selective"),
     Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", zero=1, layers=5, recompute="full:2", head="untied", clip=None),
     Case(pipe=2, data=2, tensor=2, microbatches=4, skips_head=True, dropout=0.0),
+    Case(pipe=4, tensor=2, microbatches=8, schedule="separate-1f1b", head="untied"),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="separate-zero-bubble", zero=1, skips_head=True, recompute="selective"),
+    Case(pipe=2, data=4, microbatches=4, schedule="separate-interleaved", chunks=2, shares_head=True, dropout=0.0, clip=None),
     Case(pipe=2, data=2, tensor=2, microbatches=4, shares_head=True, zero=1),
     Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=3),
     Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None),
@@ -165,6 +171,20 @@ def start(layers: int, head: str) -> Any:
     return jax.device_get(to_disk(init_state(model, optimizer, layout, 0).params, forms.params))
 
 
+def schedule_of(case: Case) -> Schedule:
+    """The case's schedule; `separate-...` has one action a tick on each stage, as stages that run on their own do."""
+    sizes = (case.pipe, case.microbatches)
+    kind = case.schedule.removeprefix("separate-")
+    if kind == case.schedule:
+        return schedule_of_name(kind, *sizes, case.chunks)
+    orders = {
+        "1f1b": lambda: megatron_orders(*sizes),
+        "zero-bubble": lambda: zero_bubble_orders(*sizes),
+        "interleaved": lambda: interleaved_orders(interleaved(*sizes, case.chunks)),
+    }
+    return laid_out(case.schedule, case.microbatches, case.chunks, orders[kind]())
+
+
 def step_of(case: Case) -> jax.stages.Wrapped:
     """The train step of a case."""
     model, optimizer, layout, _ = program(case)
@@ -173,7 +193,7 @@ def step_of(case: Case) -> jax.stages.Wrapped:
         optimizer,
         layout,
         num_microbatches=case.microbatches,
-        schedule=case.schedule,
+        schedule=schedule_of(case),
         recompute=case.recompute,
         skips_head=case.skips_head,
     )
