@@ -69,12 +69,16 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        make = weight_gradient
-        for _ in range(self.stage.example.layers[0].ndim):
-            make = jax.vmap(make)
-        structure = jax.tree.structure(self._stashes)
-        stashes = jax.tree.unflatten(structure, stash)
-        return jax.tree.map(lambda one: one and make(one.x, one.dy), stashes, is_leaf=is_stash_or_none)
+        stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
+
+        def gradients(group: PyTree, layers: Array) -> PyTree:
+            make = weight_gradient
+            for _ in range(layers.ndim):
+                make = jax.vmap(make)
+            return jax.tree.map(lambda one: one and make(one.x, one.dy), group, is_leaf=is_stash_or_none)
+
+        blocks = [gradients(group, layers) for group, layers in zip(stashes[BLOCKS], self.stage.example.layers, strict=True)]
+        return stashes | {BLOCKS: blocks}
 
 
 def _is_none(x: Any) -> bool:
