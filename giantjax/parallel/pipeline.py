@@ -322,7 +322,8 @@ def _forward(at: _Tick, carry: _Carry, received: list[Array]) -> _Carry:
         moving, still = stage.blocks(chunk, moving, still, batch)
         if not at.executor.shares_head:
             counted = there & stage.is_last(chunk.number)
-            found = Sums(*where_there(counted, stage.local_loss(shared_of(chunk.params), moving, still, batch)), None)
+            loss, metrics = where_there(counted, stage.local_loss(shared_of(chunk.params), moving, still, batch))
+            found = Sums(loss, metrics, None)
             carry = carry._replace(sums=jax.tree.map(jnp.add, carry.sums, found))
     else:
         moving, still, leaves = pullback.forward(chunk, moving, still, batch)

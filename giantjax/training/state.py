@@ -97,8 +97,8 @@ def layout_of(
     parts = cut_layers(table.shape[1] // num_chunks, num_parts)
     sizes = [(part.stop - part.start) * num_chunks * len(table) for part in parts]
     in_parts = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), shapes.params[BLOCKS]) for size in sizes]  # noqa: B023
-    trees = (shapes.params | {BLOCKS: in_parts}, *(tree | {BLOCKS: [tree[BLOCKS]] * num_parts} for tree in (params, zero_dims)))
-    reduction = plan_reduction(*trees, dict(mesh.shape), compression)
+    part_specs, part_dims = (tree | {BLOCKS: [tree[BLOCKS]] * num_parts} for tree in (params, zero_dims))
+    reduction = plan_reduction(shapes.params | {BLOCKS: in_parts}, part_specs, part_dims, dict(mesh.shape), compression)
     errors = reduction.errors()
     scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
