@@ -53,6 +53,8 @@ class Reduction:
     """By leaf, the axes that it is summed over once `zero_dims` has been scattered."""
     zero_dims: tuple[int, ...]
     """By leaf, the dim scattered over `data`, or -1."""
+    scattered: bool
+    """Whether that has been done in every tick (ZeRO 2 and 3)."""
     buckets: tuple[Bucket, ...]
     compression: Compression
     degrees: dict[str, int]
@@ -84,7 +86,12 @@ def axes_of(spec: PartitionSpec) -> set[str]:
 
 
 def plan_reduction(
-    shapes: PyTree, specs: PyTree, zero_dims: PyTree, degrees: Mapping[str, int], compression: Compression = "none"
+    shapes: PyTree,
+    specs: PyTree,
+    zero_dims: PyTree,
+    degrees: Mapping[str, int],
+    compression: Compression = "none",
+    scattered: bool = False,
 ) -> Reduction:
     """Which gradients are summed where.
 
@@ -94,6 +101,7 @@ def plan_reduction(
         zero_dims: the dim of each that ZeRO shares over `data`, or -1.
         degrees: of the mesh.
         compression: of what crosses on `replica`; where nothing does there is nothing to compress.
+        scattered: whether gradients come as shares of what `zero_dims` says.
     """
     compression = compression if degrees[REPLICA] > 1 else "none"
     leaves, zeros = jax.tree.leaves(shapes), tuple(jax.tree.leaves(zero_dims))
@@ -114,7 +122,7 @@ def plan_reduction(
             size, rounds = sum(sizes[place] for place in members), compression != "none" and REPLICA in axes
             size = padded_size(size, ways, degrees[REPLICA]) if rounds else -(-size // ways) * ways
             buckets.append(Bucket(members, inside, tuple(axis for axis in axes if axis in ACROSS), size))
-    return Reduction(summed, zeros, tuple(buckets), compression, dict(degrees))
+    return Reduction(summed, zeros, scattered, tuple(buckets), compression, dict(degrees))
 
 
 def _two_levels(axes: tuple[str, ...], degrees: Mapping[str, int], compression: Compression) -> bool:
@@ -144,7 +152,7 @@ def reduce_gradients(plan: Reduction, grads: PyTree, errors: tuple[Errors, ...] 
     leaves, structure = jax.tree.flatten(grads)
     bucketed = {place for bucket in plan.buckets for place in bucket.leaves}
     for place, (grad, dim) in enumerate(zip(leaves, plan.zero_dims, strict=True)):
-        if dim >= 0:
+        if dim >= 0 and not plan.scattered:
             grad = lax.psum_scatter(grad, "data", scatter_dimension=dim, tiled=True)
         leaves[place] = grad if place in bucketed else lax.psum(grad, plan.axes[place])
     left, kept = iter(errors), []

@@ -27,6 +27,7 @@ from giantjax.parallel.stage import PIPE, Chunk, Stage, where_there
 from giantjax.parallel.stages import Batch, Model, Params, shared_of
 from giantjax.parallel.ticks import Run, ticks_of
 from giantjax.parallel.varying import varying, varying_axes, zeros
+from giantjax.parallel.zero import Zero, on_shares
 
 _Message: TypeAlias = tuple[list[Array], list[Array]]
 """The floating leaves of a boundary, and the others."""
@@ -59,6 +60,7 @@ def run_schedule(
     step: Array | None,
     denominator: Float[Array, ""],
     skips_head: bool = False,
+    zero: Zero | None = None,
 ) -> Sums:
     """Run `schedule` over all microbatches of this device; call it inside a `shard_map` over all mesh axes.
 
@@ -72,12 +74,14 @@ def run_schedule(
         step: steps taken, or None in evaluation.
         denominator: loss, metrics and gradients are divided by this.
         skips_head: whether stages other than the last skip the loss, under a conditional, rather than compute it to no effect.
+        zero: what ZeRO 2 and 3 share over `data`; gradients are then sums of shares, and under 3 `params` are shares.
 
     Returns:
         Sums over this device's microbatches, to be summed over the axes they vary over.
     """
     num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
-    stage = Stage(model, layer_table, num_chunks, recompute, params, batches, step, denominator)
+    model = on_shares(model, zero, recompute) if zero else model
+    stage = Stage(model, layer_table, num_chunks, recompute, params, batches, step, denominator, zero)
     sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
     return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 

@@ -17,13 +17,13 @@ from giantjax.parallel.stages import (
     Model,
     Params,
     apply_blocks,
-    compute_copies,
     group_layers,
     shared_of,
     ungroup_layers,
     with_copies,
 )
 from giantjax.parallel.varying import varying
+from giantjax.parallel.zero import Zero, hold
 
 PIPE = "pipe"
 MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
@@ -63,14 +63,15 @@ class Stage:
         batches: Batch,
         step: Array | None,
         denominator: Array,
+        zero: Zero | None = None,
     ):
-        self.model, self.recompute, self.batches = model, recompute, batches
+        self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
         self.num_stages, self.padded = len(table), bool((table < 0).any())
         self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
-        copies = compute_copies(model, params)
+        params, copies = hold(model, params, zero)
         layers = jnp.asarray(table)[self.index]
         held = (layers, params[BLOCKS], copies[BLOCKS])
         if num_chunks > 1:

@@ -16,6 +16,7 @@ from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
 from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
+from giantjax.parallel.zero import Zero
 from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
 
@@ -46,6 +47,8 @@ class Layout:
     """Model chunks on each stage."""
     params: Params
     """PartitionSpec of each parameter."""
+    zero_stage: int
+    """0 where the data axis has nobody to share with."""
     zero_dims: Params
     """For each parameter the dim that ZeRO shares over the data axis, or -1."""
     reduction: Reduction
@@ -62,6 +65,14 @@ class Layout:
         """Of each leaf of the state."""
         return shardings(self.mesh, self.state)
 
+    @property
+    def zero(self) -> Zero | None:
+        """What devices share while the model runs; None below ZeRO 2."""
+        if self.zero_stage < 2:
+            return None
+        dims = jax.tree.map(lambda dim, leaf: dim - leaf.ndim if dim >= 0 else 0, self.zero_dims, self.shapes.params)
+        return Zero(3 if self.zero_stage == 3 else 2, dims)
+
 
 def layout_of(
     model: Model,
@@ -72,7 +83,9 @@ def layout_of(
     loss_scale: LossScaleConfig | None = None,
     num_chunks: int = 1,
 ) -> Layout:
-    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too.
+    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO shared over `data` too.
+
+    Under ZeRO 3 parameters are shared over `data` like moments.
 
     `compression` is of the gradients that cross between nodes, on the mesh axis `replica`. `loss_scale` is for models that compute
     in fp16.
@@ -81,19 +94,21 @@ def layout_of(
     table = layer_table(num_layers, mesh.shape["pipe"], num_chunks)
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
+    zero_stage = zero_stage if mesh.shape["data"] > 1 else 0
     degree = mesh.shape["data"] if zero_stage else 1
     zero_dims = jax.tree.map(lambda leaf, spec: _zero_dim(leaf.shape, spec, degree), shapes.params, params)
     moment_specs = jax.tree.map(_shared_over_data, params, zero_dims, is_leaf=_is_spec)
+    params = moment_specs if zero_stage == 3 else params
     moments = optax.tree_map_params(
         optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
-    reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression)
+    reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression, scattered=zero_stage >= 2)
     errors = reduction.errors()
     scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
     specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs(), same)
     shapes = shapes._replace(feedback=errors, scaling=scaling)
-    return Layout(mesh, table, num_chunks, params, zero_dims, reduction, specs, shapes, loss_scale)
+    return Layout(mesh, table, num_chunks, params, zero_stage, zero_dims, reduction, specs, shapes, loss_scale)
 
 
 def _is_spec(value: object) -> bool:
