@@ -95,8 +95,7 @@ def layout_of(
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
     zero_stage = zero_stage if mesh.shape["data"] > 1 else 0
-    degree = mesh.shape["data"] if zero_stage else 1
-    zero_dims = jax.tree.map(lambda leaf, spec: _zero_dim(leaf.shape, spec, degree), shapes.params, params)
+    zero_dims = jax.tree.map(lambda leaf, spec: _zero_dim(leaf.shape, spec, mesh) if zero_stage else -1, shapes.params, params)
     moment_specs = jax.tree.map(_shared_over_data, params, zero_dims, is_leaf=_is_spec)
     params = moment_specs if zero_stage == 3 else params
     moments = optax.tree_map_params(
@@ -115,17 +114,19 @@ def _is_spec(value: object) -> bool:
     return isinstance(value, PartitionSpec)
 
 
-def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, degree: int) -> int:
-    """The largest dim that no axis shares yet and `degree` divides; -1 where there is none or nothing to share."""
-    free = [dim for dim, size in enumerate(shape) if (dim >= len(spec) or spec[dim] is None) and size % degree == 0]
-    return max(free, key=lambda dim: shape[dim], default=-1) if degree > 1 else -1
+def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
+    """The dim that `data` divides: the largest that no axis shares yet, or else one that `tensor` shares; -1 where there is none."""
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    ways = {None: mesh.shape["data"], "tensor": mesh.shape["data"] * mesh.shape["tensor"]}
+    possible = [dim for dim, size in enumerate(shape) if axes[dim] in ways and size % ways[axes[dim]] == 0]
+    return max(possible, key=lambda dim: (axes[dim] is None, shape[dim]), default=-1)
 
 
 def _shared_over_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
     if dim < 0:
         return spec
     axes = [*spec, *[None] * (dim + 1 - len(spec))]
-    axes[dim] = "data"
+    axes[dim] = (axes[dim], "data") if axes[dim] else "data"
     return PartitionSpec(*axes)
 
 
