@@ -1,5 +1,6 @@
 """What a train step turns into its successor, and how it lies on the mesh."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,7 +96,12 @@ def layout_of(
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
     zero_stage = zero_stage if mesh.shape["data"] > 1 else 0
-    zero_dims = jax.tree.map(lambda leaf, spec: _zero_dim(leaf.shape, spec, mesh) if zero_stage else -1, shapes.params, params)
+    zero_dims = jax.tree.map(
+        lambda leaf, spec, dims: _zero_dim(leaf.shape, spec, [dim in model.sizes for dim in dims], mesh) if zero_stage else -1,
+        shapes.params,
+        params,
+        model.dims,
+    )
     moment_specs = jax.tree.map(_shared_over_data, params, zero_dims, is_leaf=_is_spec)
     params = moment_specs if zero_stage == 3 else params
     moments = optax.tree_map_params(
@@ -114,12 +120,16 @@ def _is_spec(value: object) -> bool:
     return isinstance(value, PartitionSpec)
 
 
-def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> int:
-    """The dim that `data` divides: the largest that no axis shares yet, or else one that `tensor` shares; -1 where there is none."""
-    axes = [*spec, *[None] * (len(shape) - len(spec))]
+def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, padded: Sequence[bool], mesh: Mesh) -> int:
+    """The dim that `data` divides, beside `tensor` or alone; -1 where there is none.
+
+    The first, so that a share lies in one piece, and nothing is transposed for the sake of a collective; but none that is padded, for
+    on disk it need not divide.
+    """
     ways = {None: mesh.shape["data"], "tensor": mesh.shape["data"] * mesh.shape["tensor"]}
-    possible = [dim for dim, size in enumerate(shape) if axes[dim] in ways and size % ways[axes[dim]] == 0]
-    return max(possible, key=lambda dim: (axes[dim] is None, shape[dim]), default=-1)
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    possible = [axis in ways and size % ways[axis] == 0 for axis, size in zip(axes, shape, strict=True)]
+    return next((dim for dim, fits in enumerate(possible) if fits and not padded[dim]), -1)
 
 
 def _shared_over_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
