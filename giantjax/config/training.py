@@ -38,8 +38,6 @@ class TrainingConfig:
         at_least("training.eval_samples", self.eval_samples, 0)
         if self.zero_stage not in (0, 1, 2, 3):
             raise InputError(f"training.zero_stage is {self.zero_stage}; the stages are 0, 1, 2 and 3")
-        if self.zero_stage > 1:
-            raise InputError(f"training.zero_stage is {self.zero_stage}, which this version does not have yet; use 0 or 1")
         kind, _, interval = self.recompute.partition(":")
         if self.recompute not in ("none", "selective", "full") and not (kind == "full" and interval.isdecimal() and int(interval) > 0):
             raise InputError(f"training.recompute is {self.recompute!r}; the policies are none, selective, full and full:K, such as full:2")

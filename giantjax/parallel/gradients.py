@@ -56,6 +56,8 @@ class Reduction:
     """By leaf, the axes that it is summed over once `zero_dims` has been scattered."""
     zero_dims: tuple[int, ...]
     """By leaf, the dim scattered over `data`, or -1."""
+    scattered: bool
+    """Whether that has been done in every tick (ZeRO 2 and 3)."""
     parts: tuple[tuple[int, ...], ...]
     """Places of leaves that are summed together, in the order in which backward passes complete them."""
     buckets: tuple[Bucket, ...]
@@ -89,7 +91,12 @@ def axes_of(spec: PartitionSpec) -> set[str]:
 
 
 def plan_reduction(
-    shapes: PyTree, specs: PyTree, zero_dims: PyTree, degrees: Mapping[str, int], compression: Compression = "none"
+    shapes: PyTree,
+    specs: PyTree,
+    zero_dims: PyTree,
+    degrees: Mapping[str, int],
+    compression: Compression = "none",
+    scattered: bool = False,
 ) -> Reduction:
     """Which gradients are summed where.
 
@@ -99,6 +106,7 @@ def plan_reduction(
         zero_dims: the dim of each that ZeRO shares over `data`, or -1.
         degrees: of the mesh.
         compression: of what crosses on `replica`; where nothing does there is nothing to compress.
+        scattered: whether gradients come as shares of what `zero_dims` says.
 
     What is in an entry of a list, as parts of the blocks are, shares no bucket with what is not, so that it need not wait for it.
     """
@@ -127,7 +135,7 @@ def plan_reduction(
         parts.setdefault(entry, []).append(place)
     # Backward passes go from the last part to the first; what all layers share is complete when they are.
     in_order = tuple(tuple(places) for _, places in sorted(parts.items(), reverse=True))
-    return Reduction(summed, zeros, in_order, tuple(buckets), compression, dict(degrees))
+    return Reduction(summed, zeros, scattered, in_order, tuple(buckets), compression, dict(degrees))
 
 
 def _two_levels(axes: tuple[str, ...], degrees: Mapping[str, int], compression: Compression) -> bool:
@@ -177,7 +185,7 @@ def _reduce_part(
     buckets = [bucket for bucket in plan.buckets if bucket.leaves[0] in part]
     bucketed = {place for bucket in buckets for place in bucket.leaves}
     for place in part:
-        if plan.zero_dims[place] >= 0:
+        if plan.zero_dims[place] >= 0 and not plan.scattered:
             leaves[place] = lax.psum_scatter(leaves[place], "data", scatter_dimension=plan.zero_dims[place], tiled=True)
         if place not in bucketed:
             leaves[place] = lax.psum(leaves[place], plan.axes[place])

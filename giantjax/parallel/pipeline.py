@@ -27,6 +27,7 @@ from giantjax.parallel.stage import PIPE, Chunk, Stage, where_there
 from giantjax.parallel.stages import Batch, Model, Params, shared_of
 from giantjax.parallel.ticks import Run, ticks_of
 from giantjax.parallel.varying import varying, varying_axes, zeros
+from giantjax.parallel.zero import Zero, on_shares
 
 _Message: TypeAlias = tuple[list[Array], list[Array]]
 """The floating leaves of a boundary, and the others."""
@@ -60,6 +61,7 @@ def run_schedule(
     denominator: Float[Array, ""],
     skips_head: bool = False,
     num_parts: int = 1,
+    zero: Zero | None = None,
 ) -> Sums:
     """Run `schedule` over all microbatches of this device; call it inside a `shard_map` over all mesh axes.
 
@@ -75,13 +77,15 @@ def run_schedule(
         skips_head: whether stages other than the last skip the loss, under a conditional, rather than compute it to no effect.
         num_parts: each chunk's layers are cut into so many parts. With several the last tick stands outside of the loop, so that
             the sum of a part's gradients over devices can begin while the other parts' are still computed.
+        zero: what ZeRO 2 and 3 share over `data`; gradients are then sums of shares, and under 3 `params` are shares.
 
     Returns:
         Sums over this device's microbatches, to be summed over the axes they vary over; gradients of blocks in parts, from which
         `join_parts` makes one.
     """
     num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
-    stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator)
+    model = on_shares(model, zero, recompute) if zero else model
+    stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator, zero)
     sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
     return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 

@@ -18,7 +18,6 @@ from giantjax.parallel.stages import (
     Model,
     Params,
     apply_blocks,
-    compute_copies,
     cut_layers,
     group_layers,
     shared_of,
@@ -26,6 +25,7 @@ from giantjax.parallel.stages import (
     with_copies,
 )
 from giantjax.parallel.varying import varying
+from giantjax.parallel.zero import Zero, hold
 
 PIPE = "pipe"
 MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
@@ -66,15 +66,16 @@ class Stage:
         batches: Batch,
         step: Array | None,
         denominator: Array,
+        zero: Zero | None = None,
     ):
-        self.model, self.recompute, self.batches = model, recompute, batches
+        self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
         self.parts = cut_layers(table.shape[1] // num_chunks, num_parts)
         self.num_stages, self.padded = len(table), bool((table < 0).any())
         self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
-        copies = compute_copies(model, params)
+        params, copies = hold(model, params, zero)
         layers = jnp.asarray(table)[self.index]
         held = (layers, params[BLOCKS], copies[BLOCKS])
         if num_chunks > 1:

@@ -20,6 +20,7 @@ from giantjax.planner.flops import flops_per_sample
 from giantjax.planner.layer import BLOCKWISE, attention, block, embedding, head
 from giantjax.planner.links import Wires, place
 from giantjax.planner.plan import Plan, Traits
+from giantjax.planner.sharing import sharing_seconds
 from giantjax.planner.stage_memory import kept_bytes
 from giantjax.planner.traffic import step_bytes
 
@@ -89,15 +90,16 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
         hidden = 1 - constants.contention if traits.overlap_pipe else 0.0
         duration = timeline.asynchronous(stages, plan.num_microbatches, hop, plan.num_chunks, hidden)
 
+    sharing = sharing_seconds(sizes, plan, wires, layers, processor.width) if lockstep else 0.0
     rounding = rounding_seconds(sizes, plan, processor)
     exchange = exchange_seconds(sizes, plan, cluster, where, traits, wires, cover=max(stages), ending=layers * layer.backward)
     owned = sizes.stage / (zero_ways(plan, traits) if plan.zero_stage else 1)
     optimizer = optimizer_seconds(owned, plan, cluster, processor, traits)
     tied = tied_seconds(sizes, plan, cluster, where, traits, wires)
-    seconds = duration.total + exchange + rounding + optimizer + tied
+    seconds = duration.total + sharing + exchange + rounding + optimizer + tied
     collectives = plan.num_microbatches * layers * gather * (passes.forward + passes.backward)
     useful = plan.num_microbatches * sum(stages) / plan.pipe
-    network, nvlink = step_bytes(plan, where, traits, sizes, boundary, passes, layers)
+    network, nvlink = step_bytes(plan, where, traits, sizes, boundary, passes, layers, processor.width)
     flops = flops_per_sample(model) * plan.samples / (plan.num_devices * cluster.gpu.half_flops)
     tensor_crosses = where.tensor.nodes > 1
     exposed = (duration.exposed if crosses else 0.0) + (exchange if where.data.nodes > 1 else 0.0) + (tied if crosses else 0.0)
@@ -114,7 +116,7 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
             "tensor collectives": collectives,
             "bubble": duration.work - useful,
             "pipeline messages": duration.exposed,
-            "data-parallel collectives": exchange,
+            "data-parallel collectives": sharing + exchange,
             "tied embedding": tied,
             "rounding": rounding,
             "optimizer": optimizer,

@@ -137,7 +137,7 @@ def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usab
     model, each = config.model, config.training.global_batch_size // mesh.ways
     first, *others = compressions(config, mesh)
     for recompute in ("none", "selective", "full"):
-        for zero in (0, 1) if mesh.data > 1 else (0,):
+        for zero in (0, 1, 2, 3) if mesh.data > 1 else (0,):
             kind = replace(mesh, recompute=recompute, zero_stage=zero, compression=first)
             for size in divisors(each):
                 if size > LARGEST_MICROBATCH:

@@ -134,9 +134,13 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         gradients, copies = traits.gradient_bytes * held / grads, held * 2 / params
         logits = max(0.0, 8 * tokens * rows - working) if stage == plan.pipe - 1 else 0.0
         if lockstep:
-            gradients += MICROBATCH_GRADIENTS * held
-            copies = width * sizes.cast if width < 4 else 0
-            logits = max(0.0, LOGITS * 4 * tokens * rows - MICROBATCH_GRADIENTS * held - working)
+            # Of one microbatch, which give way to the logits of the next.
+            fresh = MICROBATCH_GRADIENTS * held / grads
+            gradients += fresh
+            copies = width * sizes.cast / params if width < 4 else 0
+            # Of the parameters outside of layers ZeRO has whole gradients, and under 3 gathers them, beside what it shares.
+            whole = 4 * sizes.token if plan.zero_stage >= 2 else 0.0
+            logits = max(0.0, LOGITS * 4 * tokens * rows + whole - fresh - working)
         stages.append(
             StageMemory(
                 parameters=int(on_device[0] * 4 * held / params),
