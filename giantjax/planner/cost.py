@@ -19,6 +19,7 @@ from giantjax.planner.exchange import (
 from giantjax.planner.flops import flops_per_sample
 from giantjax.planner.layer import BLOCKWISE, attention, block, embedding, head
 from giantjax.planner.links import Wires, place
+from giantjax.planner.pipelining import pipelined, shared_hop
 from giantjax.planner.plan import Plan, Traits
 from giantjax.planner.sharing import sharing_seconds
 from giantjax.planner.stage_memory import kept_bytes
@@ -26,9 +27,6 @@ from giantjax.planner.traffic import step_bytes
 
 TENSOR_HIDDEN = 0.7
 """Share of tensor-parallel collectives that lies over products where a program splits both (Transformer Engine's user buffers)."""
-
-PUT, TAKEN = 2, 2
-"""Times that what a slot of a pipeline keeps is read or written, as the compiled tick has it: copied there, and taken out."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
     layer = _layer(processor, model, plan, traits) + passes.times(gather)
     layers = _layers(model, plan, traits)
     sizes = sizes_of(model, plan, layers, traits)
-    first, last = embedding(processor, model, plan.microbatch_size), head(processor, model, plan.microbatch_size, plan.tensor, traits)
+    first, ways = embedding(processor, model, plan.microbatch_size), plan.pipe if plan.head == "shared" else 1
+    last = head(processor, model, plan.microbatch_size, plan.tensor, traits, ways)
     per_microbatch = processor.moved(sizes.stage * accumulated_bytes(plan, traits))
 
     hop, crosses = 0.0, plan.pipe > where.stages_in_node
@@ -77,14 +76,21 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
         message = boundary / (plan.tensor if traits.sharded_boundary else 1)
         hop = wires.message(message, cluster.gpus_per_node / where.stages_in_node, crosses=crosses)
     if lockstep:
-        # Every stage runs the embedding with each forward action, and head and loss, both ways, with each backward one.
-        work = layer.times(layers) + first
-        work += Pass(0.0, last.forward + last.backward) if plan.pipe > 1 else last
-        if plan.pipe > 1:
-            kept = kept_bytes(model, plan, traits, processor.width) * layers
-            work += Pass(processor.moved(PUT * kept), processor.moved(TAKEN * kept))
-        stages = [work.forward + work.backward + per_microbatch] * plan.pipe
-        duration = timeline.lockstep(plan.schedule, plan.pipe, plan.num_microbatches, work.forward, work.backward + per_microbatch, hop)
+        found = pipelined(
+            layer.times(layers),
+            first,
+            last,
+            layers * _weight_products(processor, model, plan),
+            model,
+            plan,
+            processor,
+            sizes,
+            per_microbatch,
+            kept_bytes(model, plan, traits, processor.width) * layers,
+            hop,
+            shared_hop(boundary / plan.tensor, plan, where, wires, cluster.gpus_per_node) if plan.head == "shared" else 0.0,
+        )
+        stages, duration = [found.stage] * plan.pipe, found.duration
     else:
         stages = _stages(layer, first, last, layers, plan, traits, per_microbatch)
         hidden = 1 - constants.contention if traits.overlap_pipe else 0.0
@@ -141,6 +147,18 @@ def _layer(processor: Processor, model: ModelConfig, plan: Plan, traits: Traits)
     return Pass(whole.forward, whole.backward + again)
 
 
+def _weight_products(processor: Processor, model: ModelConfig, plan: Plan) -> float:
+    """Seconds of the products that give the gradients of a block's weights."""
+    hidden, inner, tokens = model.hidden_size, model.inner_size, plan.microbatch_size * model.sequence_length
+    shapes = (
+        (hidden, 3 * hidden / plan.tensor),
+        (hidden / plan.tensor, hidden),
+        (hidden, inner / plan.tensor),
+        (inner / plan.tensor, hidden),
+    )
+    return sum(processor.product(inputs, outputs, tokens) for inputs, outputs in shapes)
+
+
 def _tensor_passes(plan: Plan, traits: Traits) -> Pass:
     """Reduce-scatters and all-gathers of a boundary in one block; an all-reduce is two.
 
@@ -155,7 +173,7 @@ def _tensor_passes(plan: Plan, traits: Traits) -> Pass:
 def _layers(model: ModelConfig, plan: Plan, traits: Traits) -> float:
     """Layers of the fullest stage; a lockstep program pads all stages to it."""
     if traits.execution == "lockstep":
-        return -(-model.num_layers // plan.pipe)
+        return -(-model.num_layers // (plan.pipe * plan.num_chunks)) * plan.num_chunks
     return (model.num_layers + (2 if traits.balanced else 0)) / plan.pipe
 
 

@@ -34,6 +34,8 @@ class Sizes:
     """Of `stage`, the weights of matrix products, which have a copy in the compute type."""
     whole: float = 0.0
     """Of `table`, what every device of `tensor` has all of."""
+    stage_layers: float = 0.0
+    """Layers of the fullest stage."""
     token: float = 0.0
     """Of `table`, the embedding of tokens, and as much again where the head is not tied to it."""
 
@@ -60,7 +62,7 @@ def sizes_of(model: ModelConfig, plan: Plan, layers: float, traits: Traits) -> S
         layer += 6 * hidden * (1 - 1 / plan.tensor)
         whole = (model.sequence_length + 2) * hidden
         shared = table * (2 if model.head == "untied" else 1) + whole
-        return Sizes(layer, shared, layer * layers + shared, matrices * layers + table, whole, table)
+        return Sizes(layer, shared, layer * layers + shared, matrices * layers + table, whole, layers, table)
     return Sizes(layer, table, layer * layers + table, layer * layers + table)
 
 

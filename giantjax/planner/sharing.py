@@ -3,14 +3,15 @@
 from giantjax.planner.exchange import Sizes
 from giantjax.planner.links import Span, Wires
 from giantjax.planner.plan import Plan
+from giantjax.planner.timeline import num_ticks
 
 COLLECTIVES = {2: 1, 3: 7}
 """Of a layer and microbatch, as compiled programs combine them: gradients in one, weights in about three each time."""
 
 
-def num_ticks(plan: Plan) -> int:
-    """Ticks that have a forward action, and as many that have a backward one; what is shared is so in idle ones too."""
-    return plan.num_microbatches + plan.pipe - 1
+def num_turns(plan: Plan) -> float:
+    """Ticks that have a forward action, as turns of a whole stage, and as many that have a backward one; idle ones share too."""
+    return num_ticks(plan.schedule, plan.pipe, plan.num_microbatches, plan.num_chunks) / plan.num_chunks
 
 
 def scattered_bytes(sizes: Sizes) -> float:
@@ -37,4 +38,4 @@ def sharing_seconds(sizes: Sizes, plan: Plan, wires: Wires, layers: float, width
     if plan.zero_stage < 2 or plan.data == 1:
         return 0.0
     seconds = wires.one_pass(scattered_bytes(sizes) + gathered_bytes(sizes, plan, width), Span(plan.data, 1), 1)
-    return num_ticks(plan) * (seconds + layers * COLLECTIVES[plan.zero_stage] * wires.constants.collective_latency)
+    return num_turns(plan) * (seconds + layers * COLLECTIVES[plan.zero_stage] * wires.constants.collective_latency)

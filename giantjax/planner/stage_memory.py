@@ -6,6 +6,7 @@ from giantjax.cluster import GPU
 from giantjax.config import ModelConfig
 from giantjax.planner.exchange import feedback_bytes, sizes_of, zero_ways
 from giantjax.planner.layer import BLOCKWISE
+from giantjax.planner.pipelining import stash_bytes
 from giantjax.planner.plan import Plan, Traits
 
 RESERVED = 2**30
@@ -114,7 +115,8 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     """
     width = 4 if traits.precision == "fp32" else 2
     lockstep = traits.execution == "lockstep"
-    layers = -(-model.num_layers // plan.pipe)
+    chunks = plan.num_chunks if lockstep else 1
+    layers = -(-model.num_layers // (plan.pipe * chunks)) * chunks
     sizes = sizes_of(model, plan, layers, traits)
     tokens = plan.microbatch_size * model.sequence_length
     rows = model.padded_vocabulary(plan.tensor) / plan.tensor
@@ -135,12 +137,15 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         logits = max(0.0, 8 * tokens * rows - working) if stage == plan.pipe - 1 else 0.0
         if lockstep:
             # Of one microbatch, which give way to the logits of the next.
-            fresh = MICROBATCH_GRADIENTS * held / grads
+            fresh = MICROBATCH_GRADIENTS * ((held - sizes.table) / chunks + sizes.table) / grads
             gradients += fresh
             copies = width * sizes.cast / params if width < 4 else 0
+            if chunks > 1:
+                # Those of the chunks of the two actions of a tick are cut out of the stage's.
+                copies += 2 * width * sizes.matrices / params / chunks
             # Of the parameters outside of layers ZeRO has whole gradients, and under 3 gathers them, beside what it shares.
             whole = 4 * sizes.token if plan.zero_stage >= 2 else 0.0
-            logits = max(0.0, LOGITS * 4 * tokens * rows + whole - fresh - working)
+            logits = max(0.0, LOGITS * 4 * tokens * rows / (plan.pipe if plan.head == "shared" else 1) + whole - fresh - working)
         stages.append(
             StageMemory(
                 parameters=int(on_device[0] * 4 * held / params),
@@ -148,7 +153,10 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
                 gradients=int(gradients),
                 copies=int(copies),
                 feedback=int(feedback_bytes(sizes, plan)),
-                activations=int(kept_bytes(model, plan, traits, width) * layers * (in_flight(plan, traits, stage) + spare)),
+                activations=int(
+                    kept_bytes(model, plan, traits, width) * layers * (in_flight(plan, traits, stage) + spare / chunks)
+                    + _stashed(model, plan, width) * layers
+                ),
                 logits=int(logits),
                 working=int(working),
             )
@@ -156,11 +164,21 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     return stages * plan.pipe if lockstep else stages
 
 
-def in_flight(plan: Plan, traits: Traits, stage: int) -> int:
-    """Microbatches whose backward pass has yet to run."""
+def in_flight(plan: Plan, traits: Traits, stage: int) -> float:
+    """Microbatches whose backward pass has yet to run; what is of one of several chunks is a part of one."""
     if plan.pipe == 1:
         return 1
     if plan.schedule == "gpipe":
         return plan.num_microbatches
-    most = 2 * plan.pipe - 1 if traits.execution == "lockstep" else plan.pipe - stage
+    if traits.execution == "asynchronous":
+        return min(plan.pipe - stage, plan.num_microbatches)
+    later = int(plan.head == "shared")
+    most = (plan.num_chunks * plan.pipe + plan.pipe - 1 + later) / plan.num_chunks
     return min(most, plan.num_microbatches)
+
+
+def _stashed(model: ModelConfig, plan: Plan, width: int) -> float:
+    """Bytes of a layer that wait for the gradients of weights, where these have ticks of their own: of S microbatches, and one's spare."""
+    if plan.schedule != "zero-bubble" or plan.pipe == 1:
+        return 0.0
+    return stash_bytes(model, plan, width) * (min(plan.pipe, plan.num_microbatches) + SPARE)

@@ -4,7 +4,8 @@ from giantjax.planner.compute import Pass
 from giantjax.planner.exchange import Sizes, bytes_across, tied_span, widths_inside
 from giantjax.planner.links import Place, Span
 from giantjax.planner.plan import Plan, Traits
-from giantjax.planner.sharing import gathered_bytes, num_ticks, scattered_bytes
+from giantjax.planner.sharing import gathered_bytes, num_turns, scattered_bytes
+from giantjax.planner.timeline import num_ticks
 
 
 def step_bytes(
@@ -31,7 +32,7 @@ def step_bytes(
         nvlink += steps * span.nodes * (span.inside - (1 if span.nodes > 1 else 0))
 
     lockstep = traits.execution == "lockstep"
-    ticks = num_ticks(plan) if lockstep else plan.num_microbatches
+    ticks = num_turns(plan) if lockstep else plan.num_microbatches
     ring("tensor collectives", boundary, where.tensor, devices / plan.tensor, ticks * layers * (passes.forward + passes.backward))
     groups, own, across = devices / plan.ways, sizes.exchanged(plan, traits), bytes_across(plan, traits)
     if plan.zero_stage >= 2 and not lockstep:
@@ -49,10 +50,14 @@ def step_bytes(
     if plan.pipe > 1:
         copies = 1 if traits.sharded_boundary else plan.tensor
         sent = 2 * num_messages(plan, traits) * plan.ways * boundary * copies
-        crossing = -(-plan.pipe // where.stages_in_node) - 1
-        if crossing:
-            network["pipeline messages"] = sent * crossing
-        nvlink += sent * (plan.pipe - 1 - crossing)
+        nodes = -(-plan.pipe // where.stages_in_node)
+        # Between chunks the last stage sends to the first.
+        around = int(plan.num_chunks > 1)
+        if nodes > 1:
+            network["pipeline messages"] = sent * (nodes - 1 + around)
+        nvlink += sent * (plan.pipe - nodes + (around if nodes == 1 else 0))
+        if plan.head == "shared":
+            ring("shared head", boundary, Span(max(1, plan.pipe // nodes), nodes), plan.ways, 4 * plan.num_microbatches)
         span = tied_span(plan, where, traits)
         # What `tensor` does not divide is scattered over it before it crosses.
         table = sizes.table - sizes.whole * (1 - 1 / plan.tensor)
@@ -64,7 +69,9 @@ def step_bytes(
 
 def num_messages(plan: Plan, traits: Traits) -> int:
     """Messages on each boundary in each direction; a lockstep program sends in every tick that has the kind."""
-    return (plan.num_microbatches + plan.pipe - 1 if traits.execution == "lockstep" else plan.num_microbatches) * plan.num_chunks
+    if traits.execution == "lockstep":
+        return num_ticks(plan.schedule, plan.pipe, plan.num_microbatches, plan.num_chunks)
+    return plan.num_microbatches * plan.num_chunks
 
 
 def _tied_groups(plan: Plan, traits: Traits) -> int:
