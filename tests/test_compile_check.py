@@ -126,7 +126,7 @@ def test_replicas_across_nodes_send_gradients_and_nothing_else() -> None:
 
 
 @needs_plugin
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_bytes_foretold_of_gradients(zero_stage: int) -> None:
     """Each of two nodes sends four bytes a parameter once, whatever its two devices hold."""
     config = run(REPLICAS, zero_stage=zero_stage)
