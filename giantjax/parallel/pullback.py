@@ -72,18 +72,22 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        chunk, zero = self.stage.example, self.stage.zero
+        zero = self.stage.zero
         stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
+        dims = zero.dims[BLOCKS] if zero else jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS][0])
 
-        def make(one: Stash, dim: int) -> Array:
-            gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
-            for _ in range(chunk.layers[0].ndim):
-                # What is shared is never whole of more than a layer.
-                gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
-            return gradient(one)
+        def gradients(group: PyTree, layers: Array) -> PyTree:
+            def make(one: Stash | None, dim: int) -> Array | None:
+                gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
+                for _ in range(layers.ndim):
+                    # What is shared is never whole of more than a layer.
+                    gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
+                return one and gradient(one)
 
-        dims = jax.tree.map(lambda _: 0, chunk.params) if zero is None else zero.dims | {BLOCKS: [zero.dims[BLOCKS] for _ in chunk.layers]}
-        return jax.tree.map(lambda one, dim: one and make(one, dim), stashes, dims, is_leaf=is_stash_or_none)
+            return jax.tree.map(make, group, dims, is_leaf=is_stash_or_none)
+
+        blocks = [gradients(group, layers) for group, layers in zip(stashes[BLOCKS], self.stage.example.layers, strict=True)]
+        return stashes | {BLOCKS: blocks}
 
 
 def _is_none(x: Any) -> bool:

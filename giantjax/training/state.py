@@ -16,10 +16,14 @@ from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
-from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
+from giantjax.parallel.stages import BLOCKS, Model, Params, cut_layers, layer_table, to_device_layout
 from giantjax.parallel.zero import Zero
 from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
+
+PARTS = 4
+"""Parts that a chunk's layers are cut into where gradients cross between nodes: the sums of the first begin while those of the
+last are still computed. Each part is a loop of its own in the program."""
 
 
 class TrainState(NamedTuple):
@@ -46,6 +50,8 @@ class Layout:
     """Layers of each stage, chunk after chunk."""
     num_chunks: int
     """Model chunks on each stage."""
+    num_parts: int
+    """Parts of each chunk whose gradients are summed over devices one by one."""
     params: Params
     """PartitionSpec of each parameter."""
     zero_stage: int
@@ -107,13 +113,18 @@ def layout_of(
     moments = optax.tree_map_params(
         optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
-    reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression, scattered=zero_stage >= 2)
+    num_parts = min(PARTS, table.shape[1] // num_chunks) if mesh.shape["replica"] > 1 else 1
+    parts = cut_layers(table.shape[1] // num_chunks, num_parts)
+    sizes = [(part.stop - part.start) * num_chunks * len(table) for part in parts]
+    in_parts = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), shapes.params[BLOCKS]) for size in sizes]  # noqa: B023
+    part_specs, part_dims = (tree | {BLOCKS: [tree[BLOCKS]] * num_parts} for tree in (params, zero_dims))
+    reduction = plan_reduction(shapes.params | {BLOCKS: in_parts}, part_specs, part_dims, dict(mesh.shape), compression, zero_stage >= 2)
     errors = reduction.errors()
     scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
     specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs(), same)
     shapes = shapes._replace(feedback=errors, scaling=scaling)
-    return Layout(mesh, table, num_chunks, params, zero_stage, zero_dims, reduction, specs, shapes, loss_scale)
+    return Layout(mesh, table, num_chunks, num_parts, params, zero_stage, zero_dims, reduction, specs, shapes, loss_scale)
 
 
 def _is_spec(value: object) -> bool:

@@ -15,7 +15,8 @@ from giantjax.parallel.mesh import AXES, BATCH_AXES
 from giantjax.parallel.pipeline import Sums, run_schedule
 from giantjax.parallel.schedule import Schedule, forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
-from giantjax.parallel.stages import Batch, Model, Params
+from giantjax.parallel.stage import join_parts
+from giantjax.parallel.stages import BLOCKS, Batch, Model, Params
 from giantjax.parallel.varying import varying, varying_axes
 from giantjax.training.loss_scale import next_scale
 from giantjax.training.optimizer import Optimizer, clipped
@@ -79,12 +80,25 @@ def build_train_step(
         # The mean over the global batch is a sum of means over microbatches, each smaller by their number.
         factor = state.scaling.scale * ways if scales else jnp.float32(1)
         params, denominator = varying(state.params), total / factor
-        sums = run_schedule(model, schedule, layout.layers, recompute, params, batches, state.step, denominator, skips_head, layout.zero)
+        sums = run_schedule(
+            model,
+            schedule,
+            layout.layers,
+            recompute,
+            params,
+            batches,
+            state.step,
+            denominator,
+            skips_head,
+            layout.num_parts,
+            layout.zero,
+        )
         assert sums.grads is not None
         if scales:
             sums = jax.tree.map(lambda x: x / factor, sums)
         loss, metrics = _sum_scalars(sums)
         grads, feedback = reduce_gradients(layout.reduction, sums.grads, state.feedback)
+        grads = grads | {BLOCKS: join_parts(grads[BLOCKS], layout.num_chunks)}
         norm = _global_norm(grads)
         grads = clipped(grads, norm, optimizer.clip_norm)
         # Under ZeRO 3 parameters are shares before and after.
