@@ -185,7 +185,7 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         gradient_sums_in_loops=tuple(
             f"{each.kind} of {', '.join(map(str, each.payload))} over {' and '.join(axes_of(each, degrees))}, {each.times} times"
             for each in found
-            if _sums_gradients_in_loop(each, degrees, positions)
+            if _sums_gradients_in_loop(each, degrees, positions, layout.zero_stage)
         ),
         carried=_carried(program),
         slice_bytes=positions * config.model.hidden_size * width // config.mesh.tensor,
@@ -248,15 +248,18 @@ def _direction(hop: Collective, degrees: dict[str, int]) -> Literal["forward", "
     return "forward" if source < target else "backward"
 
 
-def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int) -> bool:
+def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int, zero_stage: int) -> bool:
     """Whether a sum in a loop joins devices with other samples or stages, or is of something else than activations.
 
-    Devices that share layers sum whole activations by reduce-scatter, and up to three numbers a position by all-reduce.
+    Devices that share layers sum whole activations by reduce-scatter, and up to three numbers a position by all-reduce. From ZeRO 2 on
+    those that share gradients scatter them.
     """
     if not each.in_loop or each.kind not in ("all-reduce", "reduce-scatter"):
         return False
     elements = sum(shape.size for shape in each.payload)
     others = set(axes_of(each, degrees)) - {"tensor"}
+    if zero_stage >= 2 and each.kind == "reduce-scatter" and others == {"data"}:
+        return False
     return bool(others) or (each.kind == "all-reduce" and (elements % positions != 0 or elements > 3 * positions))
 
 

@@ -136,7 +136,7 @@ def test_sums_over_replicas_lie_over_the_last_backward_pass(mesh: MeshConfig) ->
 
 
 @needs_plugin
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_bytes_foretold_of_gradients(zero_stage: int) -> None:
     """Each of two nodes sends four bytes a parameter once, whatever its two devices hold."""
     config = run(REPLICAS, zero_stage=zero_stage)

@@ -72,18 +72,19 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        stashes, zero = jax.tree.unflatten(jax.tree.structure(self._stashes), stash), self.stage.zero
+        zero = self.stage.zero
+        stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
+        dims = zero.dims[BLOCKS] if zero else jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS][0])
 
         def gradients(group: PyTree, layers: Array) -> PyTree:
-            def make(one: Stash, dim: int) -> Array:
+            def make(one: Stash | None, dim: int) -> Array | None:
                 gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
                 for _ in range(layers.ndim):
                     # What is shared is never whole of more than a layer.
                     gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
-                return gradient(one)
+                return one and gradient(one)
 
-            dims = jax.tree.map(lambda _: 0, group, is_leaf=is_stash_or_none) if zero is None else zero.dims[BLOCKS]
-            return jax.tree.map(lambda one, dim: one and make(one, dim), group, dims, is_leaf=is_stash_or_none)
+            return jax.tree.map(make, group, dims, is_leaf=is_stash_or_none)
 
         blocks = [gradients(group, layers) for group, layers in zip(stashes[BLOCKS], self.stage.example.layers, strict=True)]
         return stashes | {BLOCKS: blocks}

@@ -51,6 +51,8 @@ def why(loser: Priced, best: Priced | None, cluster: Cluster) -> str:
     excess = {part: seconds - best.cost.parts[part] * loser.plan.samples / best.plan.samples for part, seconds in cost.parts.items()}
     part = max(excess, key=lambda name: excess[name])
     share = f"{cost.parts[part]:.2g} s of {cost.seconds:.3g} s"
+    if part == "data-parallel collectives" and loser.plan.zero_stage >= 2 and loser.traits.execution == "lockstep":
+        return f"ZeRO {loser.plan.zero_stage} in every microbatch: {_amount(cost.nvlink_bytes)} over NVLink a step, {share}"
     if part == "data-parallel collectives" and loser.plan.zero_stage == 3:
         return f"ZeRO-3 across nodes: {_amount(cost.network_bytes)} over {network} a step, {share}"
     if part in ("data-parallel collectives", "pipeline messages", "tied embedding") and cost.network_bytes:

@@ -182,7 +182,9 @@ def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usab
 
 def _smallest(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Priced:
     each = config.training.global_batch_size // mesh.ways
-    plan = replace(mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1), compression=compressions(config, mesh)[0])
+    plan = replace(
+        mesh, num_microbatches=each, recompute="full", zero_stage=3 if mesh.data > 1 else 0, compression=compressions(config, mesh)[0]
+    )
     return price(config.model, plan, cluster, traits, usable)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from giantjax.cluster import GPU
 from giantjax.config import ModelConfig
-from giantjax.planner.exchange import feedback_bytes, sizes_of, zero_ways
+from giantjax.planner.exchange import Sizes, feedback_bytes, sizes_of, zero_ways
 from giantjax.planner.layer import BLOCKWISE
 from giantjax.planner.pipelining import stash_bytes
 from giantjax.planner.plan import Plan, Traits
@@ -57,6 +57,8 @@ class StageMemory:
     """fp32, of the last stage; with us of every one, as far as they need more than what takes their place."""
     working: int
     """What one block needs while its backward pass runs."""
+    whole: int
+    """Of what our ZeRO 2 and 3 share, what is there whole for a while: the fp32 gradients of one block, and weights gathered for it."""
 
     @property
     def program(self) -> int:
@@ -124,7 +126,9 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     block = width * tokens * (16 * model.hidden_size + scores) / plan.tensor
     working = (WORKING if lockstep else OTHERS_WORKING) * block
     if lockstep and plan.recompute_interval > 1:
-        working += min(plan.recompute_interval, layers) * (GROUPED_WORKING * block + GROUPED_WEIGHTS * sizes.layer)
+        working += min(plan.recompute_interval, layers) * (
+            GROUPED_WORKING * block + GROUPED_WEIGHTS * sizes.layer / (plan.data if plan.zero_stage >= 2 else 1)
+        )
     on_device = {"none": (1, 1), "optimizer": (1, 0), "everything": (0, 0)}[traits.offload]
     spare = SPARE if lockstep and plan.pipe > 1 else 0
     stages = []
@@ -133,6 +137,7 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         held = sizes.stage if at_end else sizes.stage - sizes.table
         shared = zero_ways(plan, traits)
         states, grads, params = (shared if plan.zero_stage >= level else 1 for level in (1, 2, 3))
+        whole = 0.0
         gradients, copies = traits.gradient_bytes * held / grads, held * 2 / params
         logits = max(0.0, 8 * tokens * rows - working) if stage == plan.pipe - 1 else 0.0
         if lockstep:
@@ -143,9 +148,9 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
             if chunks > 1:
                 # Those of the chunks of the two actions of a tick are cut out of the stage's.
                 copies += 2 * width * sizes.matrices / params / chunks
-            # Of the parameters outside of layers ZeRO has whole gradients, and under 3 gathers them, beside what it shares.
-            whole = 4 * sizes.token if plan.zero_stage >= 2 else 0.0
-            logits = max(0.0, LOGITS * 4 * tokens * rows / (plan.pipe if plan.head == "shared" else 1) + whole - fresh - working)
+            whole, with_head = _whole_bytes(sizes, plan, width)
+            head = LOGITS * 4 * tokens * rows / (plan.pipe if plan.head == "shared" else 1)
+            logits = max(0.0, head + with_head - fresh - working - whole)
         stages.append(
             StageMemory(
                 parameters=int(on_device[0] * 4 * held / params),
@@ -159,9 +164,22 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
                 ),
                 logits=int(logits),
                 working=int(working),
+                whole=int(whole),
             )
         )
     return stages * plan.pipe if lockstep else stages
+
+
+def _whole_bytes(sizes: Sizes, plan: Plan, width: int) -> tuple[float, float]:
+    """Bytes that our ZeRO has whole while a block's backward pass runs, and while the head's does.
+
+    Gradients of the embedding by the head wait for those of its look-up, to be scattered with them; and what is looked up may
+    have been gathered for the next microbatch already.
+    """
+    if plan.zero_stage < 2:
+        return 0.0, 0.0
+    gathered = plan.zero_stage == 3
+    return (4 + width * gathered) * sizes.layer + 4 * sizes.token, (4 + (width + 4) * gathered) * sizes.token
 
 
 def in_flight(plan: Plan, traits: Traits, stage: int) -> float:

@@ -118,8 +118,7 @@ def layout_of(
     sizes = [(part.stop - part.start) * num_chunks * len(table) for part in parts]
     in_parts = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), shapes.params[BLOCKS]) for size in sizes]  # noqa: B023
     part_specs, part_dims = (tree | {BLOCKS: [tree[BLOCKS]] * num_parts} for tree in (params, zero_dims))
-    in_parts = shapes.params | {BLOCKS: in_parts}
-    reduction = plan_reduction(in_parts, part_specs, part_dims, dict(mesh.shape), compression, scattered=zero_stage >= 2)
+    reduction = plan_reduction(shapes.params | {BLOCKS: in_parts}, part_specs, part_dims, dict(mesh.shape), compression, zero_stage >= 2)
     errors = reduction.errors()
     scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
