@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Int
 
 from giantjax.errors import InputError, did_you_mean
-from giantjax.parallel.compact import compact
 from giantjax.parallel.schedule_file import read_schedule
 from giantjax.parallel.schedule_table import (
     IDLE,
@@ -123,8 +122,7 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
 def schedule_of_name(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule that `pipeline.schedule` names.
 
-    A file is run as it is where it joins actions of a tick and its stages agree in every tick on what kinds they do. One of
-    single actions or disagreeing stages is an order, not a table for lockstep, and compacted where that helps.
+    What a file comes to, `giantjax.parallel.schedule_file` says.
 
     Raises:
         InputError: there is none of that name, or it is for other stages, microbatches or chunks.
@@ -153,9 +151,7 @@ def _of_file(path: str, num_stages: int, num_microbatches: int, num_chunks: int)
             raise InputError(f"pipeline.schedule is {path}, a schedule of {found} {what}, but {field} is {given}")
     if not schedule.trains:
         raise InputError(f"pipeline.schedule is {path}, a schedule of forward actions alone, which trains nothing")
-    kinds_at_once = np.stack([schedule.table(kind) != IDLE for kind in KINDS]).sum(axis=0)
-    in_step = kinds_at_once.max() > 1 and all(segment.mode == "lockstep" for segment in schedule.segments())
-    return schedule if in_step else compact(schedule)
+    return schedule
 
 
 def _check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
