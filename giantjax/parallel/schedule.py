@@ -112,11 +112,12 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     return _from_ticks("zero-bubble", forward_at, backward_at, microbatch + 2 * num_stages)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Forward of every microbatch, for evaluation."""
-    _check_sizes(num_stages, num_microbatches)
-    microbatch, stage = np.indices((num_microbatches, num_stages))
-    return _from_ticks("forward-only", microbatch + stage)
+    whole = interleaved(num_stages, num_microbatches, num_chunks)
+    num_ticks = int(np.flatnonzero((whole.forward != IDLE).any(axis=1))[-1]) + 1
+    idle = np.full((num_ticks, num_stages), IDLE, np.int32)
+    return Schedule("forward-only", num_microbatches, num_chunks, whole.forward[:num_ticks], idle, idle)
 
 
 def schedule_of_name(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
