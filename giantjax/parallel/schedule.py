@@ -96,20 +96,24 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     return _from_ticks("interleaved", forward_at, backward_at)
 
 
-def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+def zero_bubble(num_stages: int, num_microbatches: int, num_waiting: int | None = None) -> Schedule:
     """ZB-H1 (Qi et al., 2023) in lockstep: 1F1B whose weight gradients are computed apart, on all stages in the same ticks.
 
     Backward computes the gradient of its input alone. The weight gradient of microbatch m runs in tick m + 2S, one after
-    stage 0, the last of all, has its input gradient: (M + S - 1)(f + b) + M w in all, which no lockstep table betters.
-    A weight gradient that fell into other ticks on one stage than on another would be waited for twice.
+    stage 0, the last of all, has its input gradient: (M + S - 1)(f + b) + M w in all, which no table without switch ticks
+    betters. A weight gradient that fell into other ticks on one stage than on another would be waited for twice.
 
     As many microbatches as in 1F1B wait for backward, and at most S for their weight gradient, these on the last stage:
-    with both counted, at most 2S.
+    with both counted, at most 2S. With `num_waiting` v below S no more than v wait, and weight gradients take M + S - v
+    ticks: what lies between 1F1B and this.
     """
     _check_sizes(num_stages, num_microbatches)
+    if num_waiting is not None and num_waiting < 1:
+        raise InputError(f"{num_waiting} microbatches may wait for their weight gradients; each waits a tick, so at least 1 has to")
     microbatch, stage = np.indices((num_microbatches, num_stages))
     forward_at, backward_at = microbatch + stage, microbatch + 2 * num_stages - 1 - stage
-    return _from_ticks("zero-bubble", forward_at, backward_at, microbatch + 2 * num_stages)
+    weight_at = backward_at + np.minimum(stage + 1, num_waiting or num_stages)
+    return _from_ticks("zero-bubble", forward_at, backward_at, weight_at)
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
