@@ -138,7 +138,7 @@ def _advanced(problem: Problem, done: Done, tick: _Tick) -> Done:
 
 
 def _after(problem: Problem, states: _States, number: int, tick: _Tick) -> _States:
-    """The states after a tick, of those in which each of its kinds occurs; it takes what `simulate.lockstep` says."""
+    """The states after a tick, of those in which each of its kinds occurs; priced much as `simulate.lockstep` does it."""
     done = _advanced(problem, states.done, tick)
     did = done > states.done
     occurs = np.asarray(did.any(axis=2))
@@ -168,11 +168,11 @@ def _promising(problem: Problem, states: _States, best: float, one: bool) -> _St
     """The states worth following: no two of them as far, none behind another that costs no more, none certain to be late."""
     backward, weight, forward = (problem.num_microbatches - states.done[:, kind] for kind in range(len(KINDS)))
     if one:
-        # A stage has at least its own work to do.
+        # Each stage has its own work left.
         left = (problem.num_microbatches - states.done[:, _kinds(problem)]) * np.array(problem.seconds)[_kinds(problem), None]
         to_come = left.sum(axis=1).max(axis=1)
     else:
-        # And in lockstep a kind takes as many ticks as the last stage to begin it needs, and each stage on the way there.
+        # In lockstep a kind takes a tick for each action that some stage has left, and one for each stage on the way to it.
         far = np.arange(problem.num_stages)
         rounds = [np.where(left > 0, left + way, 0).max(axis=1) for left, way in ((backward, far), (weight, 0), (forward, far[::-1]))]
         to_come = sum(problem.seconds[kind] * rounds[kind] for kind in _kinds(problem))
