@@ -5,8 +5,9 @@ The layout of PREFIX.idx, little endian and without padding (megatron-core, data
     9 bytes "MMIDIDX\\0\\0" | u64 version, 1 | u8 dtype code | u64 number of sequences N | u64 number of documents + 1
     i32 length of each sequence, in tokens | i64 offset of each sequence, in bytes | i64 first sequence of each document, then N
 
-Beside a pair that giantjax wrote lies PREFIX.json, which records the tokenizer. A pair without it comes from
-elsewhere, and how large its vocabulary is nobody says. `giantjax.data.indexed_writer` writes all three.
+Beside a pair that giantjax wrote lies PREFIX.json, which records the tokenizer, and the file of its vocabulary where it has
+one. A pair without a record comes from elsewhere, and how large its vocabulary is nobody says. `giantjax.data.indexed_writer`
+writes all of them.
 """
 
 import json
@@ -34,11 +35,13 @@ class TokenizerRecord:
     """What PREFIX.json says about the ids in PREFIX.bin."""
 
     tokenizer: str
-    """Name for `giantjax.data.tokenizer.load_tokenizer`."""
+    """Its kind, for `giantjax.data.tokenizer.load_recorded`."""
     vocabulary_size: int
     """Ids are below this number."""
     end_of_document: int
     """The id that ends each document."""
+    digest: str | None = None
+    """SHA-256 of the vocabulary's file beside the corpus, PREFIX.tokenizer and an ending; None where the kind needs none."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
