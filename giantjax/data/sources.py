@@ -11,6 +11,7 @@ from giantjax.config import RunConfig
 from giantjax.data.corpus import SPLITS, stdlib
 from giantjax.data.indexed import PIECE, IndexedDataset, open_indexed, without_ending
 from giantjax.data.samples import PackedSamples, Samples, SyntheticSamples, refuse_foreign_ids
+from giantjax.data.tokenizer import recorded_file
 from giantjax.errors import InputError, did_you_mean
 
 # Tokens looked at when nothing says how large a corpus' vocabulary is: under a second, and the rest are
@@ -86,6 +87,9 @@ def open_source(entry: str, *, split: Literal["train", "validation"], sequence_l
             f"{field} {entry} was prepared with a vocabulary of {record.vocabulary_size} (tokenizer {record.tokenizer}), but "
             f"model.vocabulary_size is {vocabulary_size}; it must be at least {record.vocabulary_size}"
         )
+    else:
+        # What is generated needs it, and a run keeps a copy.
+        recorded_file(record, f"{prefix}.tokenizer")
     samples_of(dataset, sequence_length, vocabulary_size)
     return dataset
 

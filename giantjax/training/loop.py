@@ -33,7 +33,7 @@ from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
 from giantjax.training.progress import ProgressLine
-from giantjax.training.run_directory import RunDirectory, held_alone, write_record
+from giantjax.training.run_directory import RunDirectory, held_alone, keep_tokenizer, write_record
 from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, first_scale, init_state, layout_of, without_errors
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 
@@ -93,7 +93,7 @@ def train(
         if is_first():
             write_record(run.config, config)
             if isinstance(train_data, IndexedDataset) and train_data.record:
-                write_record(run.tokenizer, train_data.record)
+                keep_tokenizer(run, train_data)
         start_samples = position.consumed_samples if first else 0
         peak = peak_flops(jax.local_devices()[0], config.training.precision) if is_first() else (math.nan, "told by process 0")
         book = Bookkeeper(config, run, first, start_samples, progress, peak)

@@ -1,7 +1,7 @@
 """Text to token ids and back: one class for each kind of vocabulary file."""
 
 from giantjax.data.tokenizer.byte import ByteTokenizer
-from giantjax.data.tokenizer.load import ending_of, from_file, load_recorded, load_tokenizer
+from giantjax.data.tokenizer.load import ending_of, from_file, load_recorded, load_tokenizer, recorded_file
 from giantjax.data.tokenizer.protocol import Tokenizer, record_of
 from giantjax.data.tokenizer.spelling import SPELLINGS, trained_size
 
@@ -14,5 +14,6 @@ __all__ = [
     "load_recorded",
     "load_tokenizer",
     "record_of",
+    "recorded_file",
     "trained_size",
 ]

@@ -41,17 +41,26 @@ def load_recorded(record: TokenizerRecord, stem: str) -> Tokenizer:
     """The tokenizer that a record tells of, whose file is called `stem` and the ending of its kind.
 
     Raises:
-        InputError: the file is missing or another one, a package for it is not installed, or this version does not know the kind.
+        InputError: as `recorded_file` does, or a package for it is not installed.
     """
-    if record.tokenizer == ByteTokenizer.name:
-        return ByteTokenizer()
-    if record.tokenizer not in KINDS:
+    return from_file(record.tokenizer, recorded_file(record, stem), record.end_of_document, stem + ending_of(record))
+
+
+def recorded_file(record: TokenizerRecord, stem: str) -> bytes:
+    """The file of the vocabulary of a recorded tokenizer; empty where its kind needs none.
+
+    Raises:
+        InputError: the file is missing or another one, or this version does not know the kind.
+    """
+    if record.tokenizer not in (*KINDS, ByteTokenizer.name):
         raise InputError(f"{stem} is of the tokenizer {record.tokenizer!r}, which this version does not have")
+    if not ending_of(record):
+        return b""
     path = stem + ending_of(record)
     file = read_file(path)
     if record.digest is not None and hashlib.sha256(file).hexdigest() != record.digest:
         raise InputError(f"{path} is not the tokenizer that was recorded; put back the file that was written with its corpus")
-    return from_file(record.tokenizer, file, record.end_of_document, path)
+    return file
 
 
 def ending_of(record: TokenizerRecord) -> str:
@@ -61,6 +70,8 @@ def ending_of(record: TokenizerRecord) -> str:
 
 def from_file(kind: str, file: bytes, end_of_document: str | int | None, origin: str) -> Tokenizer:
     """The tokenizer of the content of a file; messages call that `origin`."""
+    if kind == ByteTokenizer.name:
+        return ByteTokenizer()
     # Each library is imported only where it is needed: a run on bytes starts without any.
     if kind == "huggingface":
         from giantjax.data.tokenizer.huggingface import HuggingFaceTokenizer
