@@ -18,7 +18,7 @@ from giantjax.config import ModelConfig
 from giantjax.kernels.attention import causal_attention
 from giantjax.model.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, FEEDFORWARD_OUTPUT, DropoutKey, dropout
 from giantjax.parallel.communication import Communication, column_parallel, row_parallel
-from giantjax.parallel.stages import Weight
+from giantjax.parallel.product import Weight, product
 
 PRODUCTS = ("qkv", "context", "residual", "up")
 """Names in a block of what the backward pass would have to multiply matrices to make again, the attention core's weights excepted."""
@@ -52,33 +52,6 @@ def parameter_of(variable: nnx.Param) -> Array:
     """The fp32 parameter."""
     value = variable.get_value()
     return value.parameter if isinstance(value, Weight) else value
-
-
-@jax.custom_vjp
-def product(x: Float[Array, "B S *I"], kernel: Weight) -> Float[Array, "B S *O"]:
-    """The matrix product of activations with a kernel `[*I, *O]` in their type.
-
-    The kernel's gradient is accumulated in fp32 and never rounded to the compute type, which matters once many
-    microbatches are summed (Megatron's fp32 gradient accumulation fusion).
-    """
-    inner = x.ndim - 2
-    return lax.dot_general(x, kernel.copy, ((tuple(range(2, x.ndim)), tuple(range(inner))), ((), ())))
-
-
-def _product_forward(x: Array, kernel: Weight) -> tuple[Array, tuple[Array, Array]]:
-    return product(x, kernel), (x, kernel.copy)
-
-
-def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Weight]:
-    x, copy = saved
-    inner = x.ndim - 2
-    outer = tuple(range(inner, copy.ndim))
-    dx = lax.dot_general(dy, copy, ((tuple(range(2, dy.ndim)), outer), ((), ())))
-    dkernel = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
-    return dx, Weight(dkernel, jnp.zeros_like(copy))
-
-
-product.defvjp(_product_forward, _product_backward)
 
 
 @jax.custom_vjp

@@ -4,8 +4,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from giantjax.errors import InputError
-from giantjax.parallel.schedule import LETTERS, Action, Kind
-from giantjax.parallel.simulate import Event, Timeline, Transfer
+from giantjax.parallel.schedule_table import LETTERS, Action, Kind
+from giantjax.parallel.timeline import Event, Timeline, Transfer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

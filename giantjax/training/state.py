@@ -41,7 +41,9 @@ class Layout:
 
     mesh: Mesh
     layers: Int[np.ndarray, "S L"]
-    """Layers of each stage."""
+    """Layers of each stage, chunk after chunk."""
+    num_chunks: int
+    """Model chunks on each stage."""
     params: Params
     """PartitionSpec of each parameter."""
     zero_dims: Params
@@ -68,6 +70,7 @@ def layout_of(
     zero_stage: int = 0,
     compression: Compression = "none",
     loss_scale: LossScaleConfig | None = None,
+    num_chunks: int = 1,
 ) -> Layout:
     """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too.
 
@@ -75,7 +78,7 @@ def layout_of(
     in fp16.
     """
     num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
-    table = layer_table(num_layers, mesh.shape["pipe"])
+    table = layer_table(num_layers, mesh.shape["pipe"], num_chunks)
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
     degree = mesh.shape["data"] if zero_stage else 1
@@ -90,7 +93,7 @@ def layout_of(
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
     specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs(), same)
     shapes = shapes._replace(feedback=errors, scaling=scaling)
-    return Layout(mesh, table, params, zero_dims, reduction, specs, shapes, loss_scale)
+    return Layout(mesh, table, num_chunks, params, zero_dims, reduction, specs, shapes, loss_scale)
 
 
 def _is_spec(value: object) -> bool:

@@ -22,8 +22,9 @@ from giantjax.data.prepare import Prepared, prepare
 from giantjax.data.tokenizer import ByteTokenizer, load_recorded
 from giantjax.data.tokenizer.protocol import WORD_END
 from giantjax.errors import InputError
+from tests.scripts import SCRIPTS
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+SCRIPT = SCRIPTS / "prepare_data.py"
 ENDINGS = (".bin", ".idx", ".json", ".tokenizer.json")
 SENTENCE = "The wörld is all that is the case 1. It is the totality of facts, not of things\n"
 
