@@ -10,6 +10,7 @@ one. A pair without a record comes from elsewhere, and how large its vocabulary 
 writes all of them.
 """
 
+import bisect
 import json
 import os
 import struct
@@ -94,6 +95,22 @@ class IndexedDataset:
         """The ids of one sequence, in the dtype of the file and without a copy."""
         first = int(self.offsets[index]) // self.tokens.itemsize
         return self.tokens[first : first + int(self.lengths[index])]
+
+    def document_start(self, document: int) -> int:
+        """The place in the concatenation of all sequences at which a document begins; D stands for its end."""
+        sequence = int(self.document_index[document])
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        return int(self.offsets[sequence]) // self.tokens.itemsize if self.starts is None else int(self.starts[sequence])
+
+    def documents_between(self, start: int, stop: int) -> np.ndarray:
+        """Places in [start, stop) of the concatenation of all sequences at which a document begins, int64, in ascending order.
+
+        Found by bisection: some tens of looks at the largest index.
+        """
+        first = bisect.bisect_left(range(self.num_documents), start, key=self.document_start)
+        last = bisect.bisect_left(range(self.num_documents), stop, lo=first, key=self.document_start)
+        return np.array([self.document_start(document) for document in range(first, last)], np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids [start, stop) of the concatenation of all sequences, [stop-start] in the dtype of the file."""
