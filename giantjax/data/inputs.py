@@ -125,18 +125,17 @@ def read_pieces(files: Sequence[InputFile], seam: re.Pattern[bytes] | None, begi
         start = begin if number == begin.file else Place(number)
         with _reading(file.path), open(file.path, "rb") as raw, _uncompressed(raw) as content:
             _skip(content, start.offset)
-            for data, is_last in _cut(file, content, start, seam):
-                lines = data.count(b"\n") if file.format == "jsonl" else 0
-                end = Place(number + 1) if is_last else Place(number, start.offset + len(data), start.line + lines)
+            for data, following in _cut(file, content, start, seam):
+                is_last, end = following is None, following or Place(number + 1)
                 consumed = before + (file.size if is_last else raw.tell())
                 yield Piece(file.path, file.format, data, start, end, is_last, consumed)
                 start = end
         before += file.size
 
 
-def _cut(file: InputFile, content: IO[bytes], start: Place, seam: re.Pattern[bytes] | None) -> Iterator[tuple[bytes, bool]]:
-    """(data, whether it is the last) of what follows `start`; of lines a piece ends with one, of text at a seam."""
-    held, at, line = b"", start.offset, start.line
+def _cut(file: InputFile, content: IO[bytes], place: Place, seam: re.Pattern[bytes] | None) -> Iterator[tuple[bytes, Place | None]]:
+    """(data, place after it or None at the end of the file) of what follows `place`; of lines a piece ends with one, of text at a seam."""
+    held = b""
     while True:
         wanted, end = PIECE, 0
         # One byte more says whether anything follows.
@@ -145,15 +144,17 @@ def _cut(file: InputFile, content: IO[bytes], start: Place, seam: re.Pattern[byt
             if len(held) > wanted and not (end := _end_of(held, file.format, seam)):
                 wanted += PIECE
                 if wanted > LONGEST:
-                    what = f"line {line}" if file.format == "jsonl" else "a document that this tokenizer has to see whole"
+                    what = f"line {place.line}" if file.format == "jsonl" else "a document that this tokenizer has to see whole"
                     raise InputError(f"{file.path}: {what} is longer than {LONGEST / 2**20:g} MiB; divide it")
-        if not held and at == 0:
+        if not held and place.offset == 0:
             raise InputError(f"{file.path} holds nothing; leave it out")
         if len(held) <= wanted:
-            yield held, True
+            yield held, None
             return
-        yield held[:end], False
-        at, line, held = at + end, line + held.count(b"\n", 0, end), held[end:]
+        lines = held.count(b"\n", 0, end) if file.format == "jsonl" else 0
+        place = Place(place.file, place.offset + end, place.line + lines)
+        yield held[:end], place
+        held = held[end:]
 
 
 def _end_of(held: bytes, format: Format, seam: re.Pattern[bytes] | None) -> int:
