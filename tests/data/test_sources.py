@@ -1,6 +1,7 @@
 """What data.train may say, and every way in which it may be wrong."""
 
 import dataclasses
+import json
 from fractions import Fraction
 from typing import Any
 
@@ -12,7 +13,7 @@ from giantjax.data import sources
 from giantjax.data.corpora import Blend, Synthetic, blended_samples, fingerprint, samples_of
 from giantjax.data.indexed import IndexedDataset, TokenizerRecord
 from giantjax.data.indexed_writer import write_indexed
-from giantjax.data.sources import open_corpora, open_source, open_sources, part_of
+from giantjax.data.sources import SHARES, open_corpora, open_source, open_sources, part_of
 from giantjax.errors import InputError
 
 RECORD = TokenizerRecord("bytes", 257, 256)
@@ -148,6 +149,7 @@ def test_corpora_are_split_by_documents(folder):
     write("other", ids=range(200), documents=20)
     config = run_config(("corpus:3", "other:1"), split="7, 2, 1")
     train, validation = open_sources(config)
+    assert validation is not None
     assert parts(train) == [("corpus", 0, 7), ("other", 0, 14)] and parts(validation) == [("corpus", 7, 9), ("other", 14, 18)]
     test = part_of(config, open_corpora(config), "test")
     assert test is not None and parts(test) == [("corpus", 9, 10), ("other", 18, 20)]
@@ -168,10 +170,24 @@ def test_a_split_is_that_of_megatron_core(folder, split, documents):
     numbers = [float(word) for word in split.split(",")] + [0.0] * (3 - len(split.split(",")))
     bounds = [round(sum(numbers[:count]) / sum(numbers) * documents) for count in range(4)]
     corpora = open_corpora(dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary_size=10_000)))
-    for number, name in enumerate(("train", "validation", "test")):
+    for number, name in enumerate(SHARES):
         if bounds[number] < bounds[number + 1]:
             found = part_of(config, corpora, name)
             assert found is not None and parts(found) == [("corpus", bounds[number], bounds[number + 1])]
+
+
+def test_parts_are_those_that_megatron_core_made(shared):
+    folder = shared / "data/megatron"
+    golden = [one for one in json.loads((folder / "gptdataset_golden.json").read_text()) if "split_name" in one]
+    mine = [one for one in golden if one["dataset"] == "state_union_text_document"]
+    assert [one["split_name"] for one in mine] == ["train", "valid", "test"]
+    config = run_config((str(folder / "state_union_text_document"),), split=mine[0]["split"])
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary_size=50257))
+    corpora = open_corpora(config)
+    for one, split in zip(mine, SHARES, strict=True):
+        found = part_of(config, corpora, split)
+        assert isinstance(found, Blend)
+        assert (found.parts[0].first, found.parts[0].stop - 1) == (one["documents"][0], one["documents"][-1])
 
 
 def test_the_fingerprint_of_a_blend_is_that_of_its_parts_and_weights(folder):
