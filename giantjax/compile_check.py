@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from giantjax.cluster import Cluster
-from giantjax.compile_report import STEADY, Carried, Compute, Hop, Memory, Report, Use, show
+from giantjax.compile_report import STEADY, Carried, Compute, Hop, Memory, Report, Sum, Use, show
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
 from giantjax.hlo import Program, parse
@@ -36,6 +36,9 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 RESERVED = 2**30
 """Bytes kept free of what JAX may take: NCCL's buffers, workspaces of matrix products, and what fragments leave unused. The
 part of the memory that `runtime.memory_fraction` leaves out holds the CUDA context."""
+
+SCALARS = 1024
+"""Bytes up to which a sum is of a few numbers."""
 
 
 class Lowered(NamedTuple):
@@ -180,10 +183,11 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         busiest_node=max(of_node.values()),
         busiest_device=float(across.max()),
         hops=_hops(program, degrees),
+        gradient_sums=_gradient_sums(program, degrees),
         gradient_sums_in_loops=tuple(
             f"{each.kind} of {', '.join(map(str, each.payload))} over {' and '.join(axes_of(each, degrees))}, {each.times} times"
             for each in found
-            if _sums_gradients_in_loop(each, degrees, positions)
+            if _sums_gradients_in_loop(each, degrees, positions, layout.zero_stage)
         ),
         carried=_carried(program),
         slice_bytes=positions * config.model.hidden_size * width // config.mesh.tensor,
@@ -204,6 +208,15 @@ def _uses(found: list[Collective], nodes: list[int], degrees: dict[str, int]) ->
         sent = traffic(group, nodes)
         uses.append(Use(*key, sum(each.times for each in group), float(sent.inside.sum()), float(sent.across.sum())))
     return tuple(sorted(uses, key=lambda use: (-use.across, -use.inside)))
+
+
+def _gradient_sums(program: Program, degrees: dict[str, int]) -> tuple[Sum, ...]:
+    found = [
+        window
+        for window in windows(program, ("all-reduce", "reduce-scatter", "all-to-all"))
+        if not window.collective.in_loop and "replica" in axes_of(window.collective, degrees) and window.collective.num_bytes > SCALARS
+    ]
+    return tuple(Sum(window.collective.num_bytes, flops(program, window.computation, window.between)) for window in found)
 
 
 def _hops(program: Program, degrees: dict[str, int]) -> tuple[Hop, ...]:
@@ -237,15 +250,18 @@ def _direction(hop: Collective, degrees: dict[str, int]) -> Literal["forward", "
     return "forward" if source < target else "backward"
 
 
-def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int) -> bool:
+def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int, zero_stage: int) -> bool:
     """Whether a sum in a loop joins devices with other samples or stages, or is of something else than activations.
 
-    Devices that share layers sum whole activations by reduce-scatter, and up to three numbers a position by all-reduce.
+    Devices that share layers sum whole activations by reduce-scatter, and up to three numbers a position by all-reduce. From ZeRO 2 on
+    those that share gradients scatter them.
     """
     if not each.in_loop or each.kind not in ("all-reduce", "reduce-scatter"):
         return False
     elements = sum(shape.size for shape in each.payload)
     others = set(axes_of(each, degrees)) - {"tensor"}
+    if zero_stage >= 2 and each.kind == "reduce-scatter" and others == {"data"}:
+        return False
     return bool(others) or (each.kind == "all-reduce" and (elements % positions != 0 or elements > 3 * positions))
 
 

@@ -64,6 +64,15 @@ class Hop(NamedTuple):
     """A device sends."""
 
 
+class Sum(NamedTuple):
+    """A sum of gradients over replicas."""
+
+    num_bytes: int
+    """A device puts in."""
+    flops: float
+    """Floating-point operations of matrix products that run between its start and its end."""
+
+
 class Carried(NamedTuple):
     """Arrays of one shape that the longest loop over ticks carries from turn to turn."""
 
@@ -89,6 +98,8 @@ class Report:
     busiest_device: float
     """The same of a device."""
     hops: tuple[Hop, ...]
+    gradient_sums: tuple[Sum, ...]
+    """Of gradients, over replicas, after the loops over ticks."""
     gradient_sums_in_loops: tuple[str, ...]
     """Sums of gradients that run in every tick; there should be none."""
     carried: tuple[Carried, ...]
@@ -133,6 +144,12 @@ class Report:
     def network_ratio(self) -> float:
         """Bytes between nodes over what the mesh alone says must cross; 1 where there is nothing to cross."""
         return self.network_bytes / self.foretold.total if self.foretold.total else 1.0
+
+    @property
+    def overlapped_sums(self) -> float:
+        """Share of the bytes of `gradient_sums` whose sum lies over matrix products; 0 where there are none."""
+        whole = sum(each.num_bytes for each in self.gradient_sums)
+        return sum(each.num_bytes for each in self.gradient_sums if each.flops) / whole if whole else 0.0
 
     @property
     def sends_slices(self) -> bool:
@@ -190,8 +207,13 @@ def show(report: Report) -> None:
             f"hops: {in_words(report.hops[0].num_bytes)} a device; {report.hidden('forward'):.1%} of the backward products run while a "
             f"result travels forward, {report.hidden('backward'):.1%} of the forward products while one travels back"
         )
+    if report.gradient_sums:
+        console.print(
+            f"sums of gradients over replicas: {in_words(sum(each.num_bytes for each in report.gradient_sums))} a device, "
+            f"{report.overlapped_sums:.0%} of it while matrix products of the last backward pass run"
+        )
     sums = report.gradient_sums_in_loops
     console.print(f"sums of gradients in ticks: {'; '.join(sums) if sums else 'none'}")
 
 
-__all__ = ["STEADY", "Carried", "Compute", "Hop", "Memory", "Report", "Use", "show"]
+__all__ = ["STEADY", "Carried", "Compute", "Hop", "Memory", "Report", "Sum", "Use", "show"]

@@ -1,15 +1,18 @@
 """The backward pass of a stage's blocks, taken apart so that it can wait in a buffer between ticks."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, PyTree
 
 from giantjax.parallel.product import Stash, Weight, is_stash_or_none, weight_gradient
 from giantjax.parallel.stage import MICROBATCH_AXES, Chunk, Stage
 from giantjax.parallel.stages import BLOCKS, Batch, Params, shared_of, with_copies
 from giantjax.parallel.varying import varying_axes, zeros
+from giantjax.parallel.zero import scattered
 
 
 class Pullback:
@@ -69,12 +72,22 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        make = weight_gradient
-        for _ in range(self.stage.example.layers[0].ndim):
-            make = jax.vmap(make)
-        structure = jax.tree.structure(self._stashes)
-        stashes = jax.tree.unflatten(structure, stash)
-        return jax.tree.map(lambda one: one and make(one.x, one.dy), stashes, is_leaf=is_stash_or_none)
+        zero = self.stage.zero
+        stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
+        dims = zero.dims[BLOCKS] if zero else jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS][0])
+
+        def gradients(group: PyTree, layers: Array) -> PyTree:
+            def make(one: Stash | None, dim: int) -> Array | None:
+                gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
+                for _ in range(layers.ndim):
+                    # What is shared is never whole of more than a layer.
+                    gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
+                return one and gradient(one)
+
+            return jax.tree.map(make, group, dims, is_leaf=is_stash_or_none)
+
+        blocks = [gradients(group, layers) for group, layers in zip(stashes[BLOCKS], self.stage.example.layers, strict=True)]
+        return stashes | {BLOCKS: blocks}
 
 
 def _is_none(x: Any) -> bool:
@@ -86,12 +99,12 @@ def _stashes_of(stage: Stage) -> Params:
     chunk = stage.example
     seen: dict[int, list[Stash]] = {}
 
-    def watched(number: int, copy: Array | None, x: Array) -> Any:
+    def watched(number: int, copy: Any, x: Array) -> Any:
         first = lambda a: a[(0,) * chunk.layers[0].ndim]  # noqa: E731
         if copy is None:
             return first(x)
         kinds = lambda x, y: seen.setdefault(number, []).append(Stash(jax.typeof(x), jax.typeof(y)))  # noqa: E731
-        return Weight(first(x), first(copy), seen=kinds)
+        return Weight(first(x), jax.tree.map(first, copy), seen=kinds)
 
     group = chunk.params[BLOCKS][0]
     numbers = jax.tree.unflatten(jax.tree.structure(group), range(len(jax.tree.leaves(group))))

@@ -1,5 +1,6 @@
 """One pipeline stage as functions of one microbatch: its blocks, and the loss at the end of the model."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +18,14 @@ from giantjax.parallel.stages import (
     Model,
     Params,
     apply_blocks,
-    compute_copies,
+    cut_layers,
     group_layers,
     shared_of,
     ungroup_layers,
     with_copies,
 )
 from giantjax.parallel.varying import varying
+from giantjax.parallel.zero import Zero, hold
 
 PIPE = "pipe"
 MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
@@ -58,19 +60,22 @@ class Stage:
         model: Model,
         table: Int[np.ndarray, "S L"],
         num_chunks: int,
+        num_parts: int,
         recompute: str,
         params: Params,
         batches: Batch,
         step: Array | None,
         denominator: Array,
+        zero: Zero | None = None,
     ):
-        self.model, self.recompute, self.batches = model, recompute, batches
+        self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
+        self.parts = cut_layers(table.shape[1] // num_chunks, num_parts)
         self.num_stages, self.padded = len(table), bool((table < 0).any())
         self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
-        copies = compute_copies(model, params)
+        params, copies = hold(model, params, zero)
         layers = jnp.asarray(table)[self.index]
         held = (layers, params[BLOCKS], copies[BLOCKS])
         if num_chunks > 1:
@@ -86,7 +91,8 @@ class Stage:
         self.empty = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
 
     def _cut(self, number: Array, held: PyTree) -> Chunk:
-        layers, blocks, copied_blocks = map(list, zip(*group_layers(held, self.recompute), strict=True))
+        groups = [group_layers(jax.tree.map(lambda a: a[part], held), self.recompute) for part in self.parts]  # noqa: B023
+        layers, blocks, copied_blocks = map(list, zip(*itertools.chain(*groups), strict=True))
         return Chunk(number, layers, self._shared | {BLOCKS: blocks}, self._shared_copies | {BLOCKS: copied_blocks})
 
     def chunk(self, number: Int[Array, ""]) -> Chunk:
@@ -153,8 +159,10 @@ class Stage:
         return jax.tree.unflatten(structure, [next(moving_left if _is_floating(x) else still_left) for x in leaves])
 
     def zero_gradients(self) -> Params:
-        """Sums of the gradients of nothing: of the blocks those of all chunks, [C, ...] where there are several."""
-        blocks = self.example.params[BLOCKS] if self._only else self._held[1]
+        """Sums of the gradients of nothing: of blocks part by part, each of all chunks, [C, ...], where there are several."""
+        blocks = self._in_parts(self.example.params[BLOCKS])
+        if self._only is None:
+            blocks = jax.tree.map(lambda p: jnp.broadcast_to(p, (self.num_chunks, *p.shape)), blocks)
         return jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), self._shared | {BLOCKS: blocks})
 
     def add_gradients(self, sums: Params, grads: Params, chunk: Int[Array, ""]) -> Params:
@@ -167,20 +175,39 @@ class Stage:
             return total if grad is None else total.at[chunk].add(grad.astype(total.dtype))
 
         is_none = lambda x: x is None  # noqa: E731
-        if self._only is None:
-            own = jax.tree.map(add_at, self._ungrouped(grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
-        else:
-            own = jax.tree.map(add, grads[BLOCKS], sums[BLOCKS], is_leaf=is_none)
+        own = jax.tree.map(add if self._only else add_at, self._in_parts(grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
         return jax.tree.map(add, shared_of(grads), shared_of(sums), is_leaf=is_none) | {BLOCKS: own}
 
     def gradients(self, sums: Params) -> Params:
-        """Gradients of the parameters as they were before layers were cut into chunks and groups."""
+        """Sums of gradients whose blocks are in parts, each stacked by layer, [C x L, ...]; `join_parts` makes one of them."""
         if self._only is None:
             return sums | {BLOCKS: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums[BLOCKS])}
-        return sums | {BLOCKS: self._ungrouped(sums[BLOCKS])}
+        return sums
 
-    def _ungrouped(self, groups: list[PyTree]) -> PyTree:
-        return ungroup_layers(groups) if self.example.layers[0].ndim > 1 else groups[0]
+    def _in_parts(self, groups: list[PyTree]) -> list[PyTree]:
+        """What is in groups of layers stacked by layer, [L, ...], part by part."""
+        num_dims, found, first = [layers.ndim for layers in self.example.layers], [], 0
+        for part in self.parts:
+            stop, left = first, part.stop - part.start
+            while left:
+                left -= self.example.layers[stop].size
+                stop += 1
+            found.append(ungroup_layers(groups[first:stop], num_dims[first:stop]))
+            first = stop
+        return found
+
+
+def join_parts(parts: list[PyTree], num_chunks: int) -> PyTree:
+    """Leaves stacked by layer, chunk after chunk, from those of each part of all chunks."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(*leaves: Array) -> Array:
+        chunked = [a.reshape(num_chunks, -1, *a.shape[1:]) for a in leaves]
+        whole = jnp.concatenate(chunked, axis=1)
+        return whole.reshape(-1, *whole.shape[2:])
+
+    return jax.tree.map(join, *parts)
 
 
 def _is_floating(x: Array) -> bool:

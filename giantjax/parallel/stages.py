@@ -1,5 +1,6 @@
 """What the parallel machinery knows of a model, and how layers are dealt to pipeline stages."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -131,9 +132,21 @@ def group_layers(stacked: PyTree, recompute: str) -> list[PyTree]:
     return [jax.tree.map(lambda a: a[first:stop].reshape(-1, size, *a.shape[1:]), stacked) for first, stop, size in cuts]  # noqa: B023
 
 
-def ungroup_layers(groups: list[PyTree]) -> PyTree:
-    """Leaves stacked by layer from groups [n, K, ...]."""
-    return jax.tree.map(lambda *parts: jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in parts]), *groups)
+def ungroup_layers(groups: list[PyTree], num_dims: list[int]) -> PyTree:
+    """Leaves stacked by layer, [L, ...], from groups of which each has so many dims for its layers."""
+    if num_dims == [1]:
+        return groups[0]
+
+    def join(*parts: Array) -> Array:
+        return jnp.concatenate([a.reshape(-1, *a.shape[number:]) for a, number in zip(parts, num_dims, strict=True)])
+
+    return jax.tree.map(join, *groups)
+
+
+def cut_layers(num_layers: int, num_parts: int) -> list[slice]:
+    """Layers in order, cut into parts of which none has more than one layer more than another."""
+    ends = np.linspace(0, num_layers, num_parts + 1).round().astype(int)
+    return [slice(int(first), int(stop)) for first, stop in itertools.pairwise(ends)]
 
 
 def recompute_interval(recompute: str) -> int:
