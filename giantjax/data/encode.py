@@ -136,8 +136,9 @@ _here: tuple[Tokenizer, Rules]
 
 def _start(record: TokenizerRecord, file: bytes, rules: Rules) -> None:
     global _here
-    # Ctrl-C in a terminal goes to every process; the first one decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a terminal or a scheduler sends goes to every process; the first one decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _here = from_file(record.tokenizer, file, record.end_of_document, "the tokenizer"), rules
 

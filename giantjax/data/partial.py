@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from array import array
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +55,15 @@ class Partial:
     """The folder of one corpus, which no other process writes meanwhile; a context manager.
 
     Leaving it by an InputError removes it, unless that is an error of the system, such as a full disk, and something was
-    saved before. After a kill or a stop what was saved is there to go on from.
+    saved before. After a kill or a stop what was saved is there to go on from. Entering it raises InputError where another
+    process writes there, something else was begun there, or the corpus exists or cannot be written.
+
+    Args:
+        prefix: of the corpus, in a folder that exists.
+        job: what the corpus is made of, and how, as JSON; it must be the same to go on.
     """
 
     def __init__(self, prefix: str, job: dict[str, Any]):
-        """Args:
-        prefix: of the corpus, in a folder that exists.
-        job: what the corpus is made of, and how, as JSON; it must be the same to go on.
-        """
         self.prefix, self.folder, self.job = prefix, f"{prefix}.partial", json.loads(json.dumps(job))
         self.progress = Progress()
         self.tokenizer: Tokenizer | None = None
@@ -71,9 +73,6 @@ class Partial:
         self._is_saved = self._is_whole = False
 
     def __enter__(self) -> "Partial":
-        """Raises:
-        InputError: another process writes here, or something else was begun here, or the corpus exists or cannot be written.
-        """
         if not os.path.exists(self._path("state.json")):
             refuse_existing(self.prefix)
         try:
@@ -141,7 +140,9 @@ class Partial:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._writer is not None:
             self._writer.abandon()
-        by_system = isinstance(error, InputError) and isinstance(error.__cause__, OSError) and error.__cause__.errno is not None
+        cause = error.__cause__ if isinstance(error, InputError) else None
+        # What finds a file damaged is an OSError too, but without a number.
+        by_system = isinstance(cause, BrokenExecutor) or (isinstance(cause, OSError) and cause.errno is not None)
         if not self._is_saved or (isinstance(error, InputError) and not by_system):
             shutil.rmtree(self.folder, ignore_errors=True)
             sync_folder(os.path.dirname(self.folder) or ".")

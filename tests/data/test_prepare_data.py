@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -115,7 +116,11 @@ def start(*arguments: str, before: str = "") -> subprocess.Popen:
     """The script in a process of its own, after the statements `before`."""
     program = f"import sys\nsys.argv = sys.argv[1:]\n{before}\nimport runpy\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(SCRIPT), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(SCRIPT), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -150,7 +155,8 @@ def test_a_signal_in_the_middle(folder, number, code, processes):
     process = start("large.txt", "c.jsonl", "--output", "p", "--num-processes", processes, before=SLOW)
     state = folder / "p.partial" / "state.json"
     wait_until(state, 2000, process)
-    process.send_signal(number)
+    # Like a scheduler's, a polite signal goes to the processes of the pool too.
+    os.killpg(process.pid, number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == code
     assert number == signal.SIGKILL or told == "stopped; the same command goes on from p.partial\n"
@@ -227,6 +233,23 @@ def test_an_error_of_the_system_keeps_what_was_saved(folder, monkeypatch):
         with pytest.raises(InputError, match=r"No space left on device; full\.partial keeps what is done, and the same command goes on"):
             prepare(ALL, "full")
     assert prepare(ALL, "full") is not None and contents("full") == contents("whole")
+
+
+def test_a_process_that_is_killed_is_told_and_costs_no_work(folder, monkeypatch):
+    prepare(ALL, "whole")
+    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", -1.0)
+    append = partial.IndexedWriter.append_documents
+
+    def then_kill(self, ids, ends):
+        append(self, ids, ends)
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial.IndexedWriter, "append_documents", then_kill)
+        with pytest.raises(InputError, match=r"one of the 2 processes was killed, .*; corpus\.partial keeps what is done"):
+            prepare(ALL, "corpus", num_processes=2)
+    assert prepare(ALL, "corpus") is not None and contents("corpus") == contents("whole")
 
 
 def test_a_wrong_input_leaves_nothing_although_much_was_saved(folder, monkeypatch):

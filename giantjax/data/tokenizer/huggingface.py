@@ -16,20 +16,20 @@ class HuggingFaceTokenizer:
 
     A token that the file marks as special is a control token, and a text that spells its name is text like any other.
     Tokens that the file adds without that mark are text.
+
+    Args:
+        file: the JSON.
+        end_of_document: token or id that ends documents; None looks for a usual one.
+        origin: what messages call the file.
+
+    Raises:
+        InputError: the file is none, or has no such token.
     """
 
     name = "huggingface"
     ending = ".json"
 
     def __init__(self, file: bytes, end_of_document: str | int | None = None, origin: str = "tokenizer.json"):
-        """Args:
-            file: the JSON.
-            end_of_document: token or id that ends documents; None looks for a usual one.
-            origin: what messages call the file.
-
-        Raises:
-            InputError: the file is none, or has no such token.
-        """
         self.file = file
         try:
             settings = json.loads(file)

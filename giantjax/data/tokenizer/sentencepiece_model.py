@@ -13,6 +13,14 @@ class SentencePieceTokenizer:
 
     What the model's normaliser changes does not come back: with the usual one compatible characters become one (NFKC), and
     spaces at the ends and next to each other go. Without byte pieces, characters outside the vocabulary come back as U+2047.
+
+    Args:
+        file: the model.
+        end_of_document: piece or id that ends documents; None is the model's own end of a sentence, or a new id.
+        origin: what messages call the file.
+
+    Raises:
+        InputError: the package is not installed, the file is no model, or has no such piece.
     """
 
     name = "sentencepiece"
@@ -20,14 +28,6 @@ class SentencePieceTokenizer:
     seam = None
 
     def __init__(self, file: bytes, end_of_document: str | int | None = None, origin: str = "tokenizer.model"):
-        """Args:
-            file: the model.
-            end_of_document: piece or id that ends documents; None is the model's own end of a sentence, or a new id.
-            origin: what messages call the file.
-
-        Raises:
-            InputError: the package is not installed, the file is no model, or has no such piece.
-        """
         try:
             import sentencepiece
         except ImportError as error:

@@ -32,21 +32,22 @@ KNOWN = {
 
 
 class TiktokenTokenizer:
-    """Ranks with the pattern they were made for."""
+    """Ranks with the pattern they were made for.
+
+    Args:
+        file: the ranks.
+        pattern: one of PATTERNS; None recognises the known files by their number of ranks.
+        end_of_document: id that ends documents; None is that of the known files, else a new id.
+        origin: what messages call the file.
+
+    Raises:
+        InputError: the package is not installed, the file holds no ranks, or nothing says which pattern goes with them.
+    """
 
     ending = ".tiktoken"
     seam = WORD_END
 
     def __init__(self, file: bytes, pattern: str | None = None, end_of_document: str | int | None = None, origin: str = "ranks.tiktoken"):
-        """Args:
-            file: the ranks.
-            pattern: one of PATTERNS; None recognises the known files by their number of ranks.
-            end_of_document: id that ends documents; None is that of the known files, else a new id.
-            origin: what messages call the file.
-
-        Raises:
-            InputError: the package is not installed, the file holds no ranks, or nothing says which pattern goes with them.
-        """
         try:
             import tiktoken
         except ImportError as error:
