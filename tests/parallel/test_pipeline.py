@@ -190,7 +190,8 @@ def products(jaxpr: jax.extend.core.Jaxpr) -> Iterator[tuple[int, ...]]:
     """Shapes of the results of all matrix products."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            yield equation.outvars[0].aval.shape
+            result: Any = equation.outvars[0].aval
+            yield result.shape
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from products(inner)
 
