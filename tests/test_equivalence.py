@@ -14,9 +14,12 @@ import pytest
 from jax.sharding import Mesh
 
 from giantjax.config import ModelConfig
-from giantjax.model.gpt import gpt
+from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.communication import Communication
+from giantjax.parallel.compact import laid_out
 from giantjax.parallel.mesh import AXES
+from giantjax.parallel.orders import interleaved_orders, megatron_orders, zero_bubble_orders
+from giantjax.parallel.schedule import Schedule, interleaved, schedule_of_name
 from giantjax.parallel.stages import Model
 from giantjax.training.disk import disk_forms, to_disk
 from giantjax.training.optimizer import Optimizer
@@ -79,6 +82,9 @@ CASES = (
     Case(pipe=4, tensor=2, microbatches=8, schedule="zero-bubble", recompute="selective"),
     Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", zero=1, layers=5, recompute="full:2", head="untied", clip=None),
     Case(pipe=2, data=2, tensor=2, microbatches=4, skips_head=True, dropout=0.0),
+    Case(pipe=4, tensor=2, microbatches=8, schedule="separate-1f1b", head="untied"),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="separate-zero-bubble", zero=1, skips_head=True, recompute="selective"),
+    Case(pipe=2, data=4, microbatches=4, schedule="separate-interleaved", chunks=2, shares_head=True, dropout=0.0, clip=None),
     Case(pipe=2, data=2, tensor=2, microbatches=4, shares_head=True, zero=1),
     Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=3),
     Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None),
@@ -132,8 +138,7 @@ def mesh_of(*degrees: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: np.prod(degrees)]).reshape(degrees), AXES)
 
 
-def program(case: Case) -> Program:
-    mesh = mesh_of(case.pipe, case.replica, case.data, case.tensor)
+def model_of(case: Case) -> GPT:
     config = ModelConfig(
         num_layers=case.layers,
         hidden_size=32,
@@ -147,7 +152,11 @@ def program(case: Case) -> Program:
         init_std=0.2,
     )
     comm = Communication("tensor" if case.tensor > 1 else None)
-    model = gpt(config, jnp.dtype(case.dtype), seed=3, comm=comm, tensor=case.tensor, stages="pipe" if case.shares_head else None)
+    return gpt(config, jnp.dtype(case.dtype), seed=3, comm=comm, tensor=case.tensor, stages="pipe" if case.shares_head else None)
+
+
+def program(case: Case) -> Program:
+    model, mesh = model_of(case), mesh_of(case.pipe, case.replica, case.data, case.tensor)
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
@@ -162,6 +171,20 @@ def start(layers: int, head: str) -> Any:
     return jax.device_get(to_disk(init_state(model, optimizer, layout, 0).params, forms.params))
 
 
+def schedule_of(case: Case) -> Schedule:
+    """The case's schedule; `separate-...` has one action a tick on each stage, as stages that run on their own do."""
+    sizes = (case.pipe, case.microbatches)
+    kind = case.schedule.removeprefix("separate-")
+    if kind == case.schedule:
+        return schedule_of_name(kind, *sizes, case.chunks)
+    orders = {
+        "1f1b": lambda: megatron_orders(*sizes),
+        "zero-bubble": lambda: zero_bubble_orders(*sizes),
+        "interleaved": lambda: interleaved_orders(interleaved(*sizes, case.chunks)),
+    }
+    return laid_out(case.schedule, case.microbatches, case.chunks, orders[kind]())
+
+
 def step_of(case: Case) -> jax.stages.Wrapped:
     """The train step of a case."""
     model, optimizer, layout, _ = program(case)
@@ -170,7 +193,7 @@ def step_of(case: Case) -> jax.stages.Wrapped:
         optimizer,
         layout,
         num_microbatches=case.microbatches,
-        schedule=case.schedule,
+        schedule=schedule_of(case),
         recompute=case.recompute,
         skips_head=case.skips_head,
     )

@@ -1,12 +1,10 @@
 """Sampling: the model's own choices, from the prompt on, for as long as was asked."""
 
-import importlib.util
 import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +20,13 @@ from giantjax.model.gpt import Params, gpt
 from giantjax.training.restore import Trained, load_trained
 from giantjax.training.run_directory import directory_of
 from tests.helpers import logits_of, program, random_params, run_config, small_model
+from tests.scripts import SCRIPTS, load_script
 from tests.training.runs import copy_of, small_run, train_here, write_corpus
 
 pytestmark = pytest.mark.xdist_group("generate")
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
-SPEC = importlib.util.spec_from_file_location("generate_script", SCRIPT)
-assert SPEC is not None and SPEC.loader is not None
-script = importlib.util.module_from_spec(SPEC)
-# Before it runs, because dataclasses look their module up by name.
-sys.modules["generate_script"] = script
-SPEC.loader.exec_module(script)
+SCRIPT = SCRIPTS / "generate.py"
+script = load_script("generate")
 
 # Positions 16, ids up to 60 in 64 rows.
 CONFIG = run_config(small_model(), num_steps=1, batch_size=1)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from giantjax import command_line, runtime
+from giantjax.benchmarks.cells import read_cells
 from giantjax.cluster import Cluster, cluster_of_name
 from giantjax.config import ModelConfig, RunConfig, RuntimeConfig
 from giantjax.errors import InputError
@@ -92,15 +93,11 @@ def read_compiled(path: Path) -> list[Compiled]:
     Raises:
         InputError: it cannot be read, or a column or a number is missing.
     """
+    rows = read_cells(path, COLUMNS)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
-            if missing:
-                raise InputError(f"{path} has no column {missing[0]}; its columns must be {', '.join(COLUMNS)}")
-            return [_compiled(cells) for cells in table]
-    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
-        raise InputError(f"{path} cannot be read as a table of compiled plans: {getattr(error, 'strerror', None) or error}") from error
+        return [_compiled(cells) for _, cells in rows]
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read as a table of compiled plans: {error}") from error
 
 
 def _compiled(cells: dict[str, str]) -> Compiled:

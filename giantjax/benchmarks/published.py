@@ -4,7 +4,6 @@ A cell that is empty was not stated. What can be told from other cells is; what 
 which the row's notes then name, or makes the row unusable, which `read_rows` counts with the reason.
 """
 
-import csv
 import math
 import re
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from giantjax.benchmarks.cells import read_cells
 from giantjax.benchmarks.software import traits_of
 from giantjax.cluster import GPU, GPUS, Cluster
 from giantjax.config import ModelConfig
@@ -110,7 +110,7 @@ def read_occupied(path: Path) -> list[Occupied]:
         InputError: as `read_rows`.
     """
     found: dict[object, Occupied] = {}
-    for line, cells in _read_cells(path):
+    for line, cells in read_cells(path, COLUMNS):
         text = " ".join(cells[name] for name in ("model", "metric", "value"))
         failed = bool(OUT_OF_MEMORY.search(text)) and not ALMOST.search(text)
         unit = MEMORY_UNITS.get(cells["metric"])
@@ -136,7 +136,7 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
         InputError: the file cannot be read or lacks a column.
     """
     rows, unusable = [], Counter[str]()
-    for line, cells in _read_cells(path):
+    for line, cells in read_cells(path, COLUMNS):
         if cells["metric"] in METRICS:
             try:
                 rows.append(_row(line, cells))
@@ -145,19 +145,6 @@ def read_rows(path: Path) -> tuple[list[Row], Counter[str]]:
             except InputError:
                 unusable["its model is none"] += 1
     return rows, unusable
-
-
-def _read_cells(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """The cells of each line, with its number."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (table.fieldnames or ())]
-            if missing:
-                raise InputError(f"{path} has no column {missing[0]}; its columns must be {', '.join(COLUMNS)}")
-            return [(table.line_num, {name: (cells[name] or "").strip() for name in COLUMNS}) for cells in table]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} cannot be read as a CSV file: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _row(line: int, cells: Mapping[str, str]) -> Row:

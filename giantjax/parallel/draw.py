@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from giantjax.errors import InputError
 from giantjax.parallel.schedule_table import LETTERS, Action, Kind
-from giantjax.parallel.simulate import Event, Timeline, Transfer
+from giantjax.parallel.timeline import Event, Timeline, Transfer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Int
 
 from giantjax.errors import InputError, did_you_mean
+from giantjax.parallel.compact import compact
+from giantjax.parallel.schedule_file import read_schedule
 from giantjax.parallel.schedule_table import (
     IDLE,
     KINDS,
@@ -122,18 +124,39 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) ->
 def schedule_of_name(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule that `pipeline.schedule` names.
 
+    A file is run as it is where it joins actions of a tick and its stages agree in every tick on what kinds they do. One of
+    single actions or disagreeing stages is an order, not a table for lockstep, and compacted where that helps.
+
     Raises:
-        InputError: there is none of that name, or it has another number of chunks.
+        InputError: there is none of that name, or it is for other stages, microbatches or chunks.
     """
+    if name.endswith(".csv"):
+        return _of_file(name, num_stages, num_microbatches, num_chunks)
     if name == "interleaved":
         return interleaved(num_stages, num_microbatches, num_chunks)
     makers = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zero-bubble": zero_bubble, "forward-only": forward_only}
     if name not in makers:
         names = [*makers, "interleaved"]
-        raise InputError(f"pipeline.schedule is {name}; it must be one of {', '.join(names)}{did_you_mean(name, names)}")
+        raise InputError(f"pipeline.schedule is {name}; it must be {', '.join(names)} or a .csv file{did_you_mean(name, names)}")
     if num_chunks != 1:
         raise InputError(f"pipeline.num_chunks is {num_chunks}, but schedule {name} has 1 chunk a stage; only interleaved has more")
     return makers[name](num_stages, num_microbatches)
+
+
+def _of_file(path: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    schedule = read_schedule(path)
+    for found, given, what, field in (
+        (schedule.num_stages, num_stages, "stages (rows)", "mesh.pipe"),
+        (schedule.num_chunks, num_chunks, "chunks on each stage", "pipeline.num_chunks"),
+        (schedule.num_microbatches, num_microbatches, "microbatches", "pipeline.num_microbatches"),
+    ):
+        if found != given:
+            raise InputError(f"pipeline.schedule is {path}, a schedule of {found} {what}, but {field} is {given}")
+    if not schedule.trains:
+        raise InputError(f"pipeline.schedule is {path}, a schedule of forward actions alone, which trains nothing")
+    kinds_at_once = np.stack([schedule.table(kind) != IDLE for kind in KINDS]).sum(axis=0)
+    in_step = kinds_at_once.max() > 1 and all(segment.mode == "lockstep" for segment in schedule.segments())
+    return schedule if in_step else compact(schedule)
 
 
 def _check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:

@@ -93,8 +93,8 @@ class Schedule:
     def segments(self) -> list["Segment"]:
         """The longest runs of ticks of the same kinds and mode; each becomes one loop on the devices."""
         there = np.stack([self.table(kind) != IDLE for kind in KINDS], axis=2)
-        occurs = there.any(axis=1)
-        lockstep = (there == occurs[:, None]).all(axis=2).any(axis=1)
+        occurs = np.asarray(there.any(axis=1))
+        lockstep = np.asarray((there == occurs[:, None]).all(axis=2).any(axis=1))
         keys = np.column_stack([occurs, lockstep])
         starts = [0, *(np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1), self.num_ticks]
         return [

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float32, PyTree
 from giantjax.parallel.gradients import reduce_gradients
 from giantjax.parallel.mesh import AXES, BATCH_AXES
 from giantjax.parallel.pipeline import Sums, run_schedule
-from giantjax.parallel.schedule import forward_only, schedule_of_name
+from giantjax.parallel.schedule import Schedule, forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
 from giantjax.parallel.stages import Batch, Model, Params
 from giantjax.parallel.varying import varying, varying_axes
@@ -50,7 +50,7 @@ def build_train_step(
     layout: Layout,
     *,
     num_microbatches: int = 1,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     recompute: str = "none",
     skips_head: bool = False,
 ) -> jax.stages.Wrapped:
@@ -64,11 +64,13 @@ def build_train_step(
         optimizer: from `build_optimizer`, or one's own.
         layout: from `layout_of`; its ZeRO stage is the step's.
         num_microbatches: on each data-parallel device.
-        schedule: name of a pipeline schedule.
+        schedule: name of a pipeline schedule, path of a file that holds one, or one's own.
         recompute: what the backward pass makes again, as `apply_blocks` says.
         skips_head: whether stages but the last skip the loss, as `run_schedule` says.
     """
-    table, scales = schedule_of_name(schedule, len(layout.layers), num_microbatches, layout.num_chunks), layout.loss_scale
+    num_stages, scales = len(layout.layers), layout.loss_scale
+    if isinstance(schedule, str):
+        schedule = schedule_of_name(schedule, num_stages, num_microbatches, layout.num_chunks)
     ways = num_microbatches * math.prod(layout.mesh.shape[axis] for axis in BATCH_AXES)
 
     def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -77,7 +79,7 @@ def build_train_step(
         # The mean over the global batch is a sum of means over microbatches, each smaller by their number.
         factor = state.scaling.scale * ways if scales else jnp.float32(1)
         params, denominator = varying(state.params), total / factor
-        sums = run_schedule(model, table, layout.layers, recompute, params, batches, state.step, denominator, skips_head)
+        sums = run_schedule(model, schedule, layout.layers, recompute, params, batches, state.step, denominator, skips_head)
         assert sums.grads is not None
         if scales:
             sums = jax.tree.map(lambda x: x / factor, sums)

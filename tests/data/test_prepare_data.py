@@ -1,24 +1,18 @@
 """scripts/prepare_data.py: a corpus that can be trained on, or one sentence and nothing half-written."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from giantjax.data.indexed import TokenizerRecord, open_indexed
 from giantjax.data.tokenizer import ByteTokenizer
 from giantjax.errors import InputError
+from tests.scripts import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
-SPEC = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-assert SPEC is not None and SPEC.loader is not None
-prepare_data = importlib.util.module_from_spec(SPEC)
-# Before it runs, because dataclasses look their module up by name.
-sys.modules["prepare_data"] = prepare_data
-SPEC.loader.exec_module(prepare_data)
+SCRIPT = SCRIPTS / "prepare_data.py"
+prepare_data = load_script("prepare_data")
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import pytest
 
 from giantjax.errors import InputError
 from giantjax.parallel.draw import timeline_figure, timeline_text
+from giantjax.parallel.orders import megatron_orders
 from giantjax.parallel.schedule import KINDS, gpipe, one_forward_one_backward
-from giantjax.parallel.simulate import Costs, Link, asynchronous, lockstep, megatron_orders
-from tests.parallel.test_schedule_table import chunked, split
+from giantjax.parallel.simulate import Costs, Link, asynchronous, lockstep
+from tests.parallel.tables import chunked, split
 
 COSTS = Costs(0.010, 0.020, link=Link(0.002, 1e9), message_bytes=10e6)
 TIMELINES = {

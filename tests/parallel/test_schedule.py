@@ -20,7 +20,7 @@ from giantjax.parallel.schedule import (
     weight_slots,
     zero_bubble,
 )
-from tests.parallel.test_schedule_table import MAKERS, MICROBATCHES, STAGES
+from tests.parallel.tables import MAKERS, MICROBATCHES, STAGES
 
 CHUNKS = st.integers(1, 4)
 
@@ -131,7 +131,7 @@ def test_schedules_have_names():
     for name in ("gpipe", "1f1b", "forward-only", "zero-bubble", "interleaved"):
         assert schedule_of_name(name, 2, 3).name == name
     assert schedule_of_name("interleaved", 2, 3, 4).num_chunks == 4
-    with pytest.raises(InputError, match=r"pipeline.schedule is zigzag; it must be one of gpipe, 1f1b, .*interleaved"):
+    with pytest.raises(InputError, match=r"pipeline.schedule is zigzag; it must be gpipe, 1f1b, .*interleaved or a .csv file"):
         schedule_of_name("zigzag", 2, 3)
     with pytest.raises(
         InputError, match=r"pipeline.num_chunks is 2, but schedule zero-bubble has 1 chunk a stage; only interleaved has more"

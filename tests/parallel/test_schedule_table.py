@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,49 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from giantjax.errors import InputError
-from giantjax.parallel.schedule import (
-    IDLE,
-    KINDS,
-    Action,
-    Schedule,
-    dependencies,
-    forward_only,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    text,
-    validate,
-    zero_bubble,
-)
-
-STAGES, MICROBATCHES = st.integers(1, 8), st.integers(1, 64)
-
-
-def chunked(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """GPipe over several chunks a stage: one chunk after the other, then the same backwards."""
-    turn = max(num_stages, num_microbatches)
-    chunk, microbatch, stage = np.indices((num_chunks, num_microbatches, num_stages))
-    ticks = chunk * turn + microbatch + stage
-    half = int(ticks.max()) + 1
-    tables = np.full((3, 2 * half, num_stages), IDLE, np.int32)
-    tables[0][ticks, stage] = chunk * num_microbatches + microbatch
-    tables[1][2 * half - 1 - ticks, stage] = chunk * num_microbatches + microbatch
-    return Schedule("chunked", num_microbatches, num_chunks, tables[0], tables[1], tables[2])
-
-
-def split(num_stages: int, num_microbatches: int, late: int = 1) -> Schedule:
-    """1F1B with each weight gradient an action of its own, `late` ticks after the input gradient."""
-    whole = one_forward_one_backward(num_stages, num_microbatches)
-    more = np.full((late, num_stages), IDLE, np.int32)
-    forward, backward = np.concatenate([whole.forward, more]), np.concatenate([whole.backward, more])
-    return Schedule("split", num_microbatches, 1, forward, backward, np.concatenate([more, whole.backward]))
-
-
-MAKERS: list[Callable[[int, int], Schedule]] = [
-    *(gpipe, one_forward_one_backward, zero_bubble, forward_only, chunked, split),
-    *(partial(interleaved, num_chunks=number) for number in (1, 2, 3, 4)),
-]
-"""Schedules of (number of stages, number of microbatches)."""
+from giantjax.parallel.schedule import IDLE, KINDS, Action, Schedule, dependencies, gpipe, one_forward_one_backward, text, validate
+from tests.parallel.tables import MAKERS, MICROBATCHES, STAGES, any_tables, chunked, split
 
 
 @settings(deadline=None)
@@ -222,15 +179,14 @@ def test_tables_of_two_sizes_are_refused():
 
 
 @settings(deadline=None)
-@given(STAGES, MICROBATCHES, st.sampled_from(MAKERS))
-def test_segments_are_the_longest_runs_of_the_same_kinds_and_mode(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
+@given(any_tables)
+def test_segments_are_the_longest_runs_of_the_same_kinds_and_mode(schedule):
     segments = schedule.segments()
     assert [segment.first for segment in segments] == [0, *(segment.stop for segment in segments[:-1])]
     assert segments[-1].stop == schedule.num_ticks
     for segment in segments:
         for tick in range(segment.first, segment.stop):
-            there = [{kind for kind in KINDS if schedule.table(kind)[tick, stage] != IDLE} for stage in range(num_stages)]
+            there = [{kind for kind in KINDS if schedule.table(kind)[tick, stage] != IDLE} for stage in range(schedule.num_stages)]
             assert segment.kinds == tuple(kind for kind in KINDS if kind in set().union(*there))
             # The busiest stage has as many kinds of work as there are, or each runs its own alone.
             assert segment.mode == ("lockstep" if max(map(len, there)) == len(segment.kinds) else "switch")
@@ -283,11 +239,10 @@ def test_text_shows_chunks_and_weight_gradients():
 
 
 @settings(deadline=None, max_examples=50)
-@given(STAGES, st.integers(1, 12), st.sampled_from(MAKERS))
-def test_text_lines_up_and_shows_every_action(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
+@given(any_tables)
+def test_text_lines_up_and_shows_every_action(schedule):
     lines = [line.split("|") for line in text(schedule).splitlines()]
-    assert len(lines) == num_stages + 1
+    assert len(lines) == schedule.num_stages + 1
     assert {len(line) for line in lines} == {schedule.num_ticks + 1}
     assert all(len({len(cell) for cell in column}) == 1 for column in zip(*(line[:-1] for line in lines), strict=True))
     assert sum(len(cell.split()) for line in lines[1:] for cell in line[1:]) == len(schedule.actions())

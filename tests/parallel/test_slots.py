@@ -19,9 +19,7 @@ from giantjax.parallel.schedule import (
     weight_slots,
     zero_bubble,
 )
-from tests.parallel.test_schedule_table import MAKERS, MICROBATCHES, STAGES
-
-MAKER = st.sampled_from(MAKERS)
+from tests.parallel.tables import MICROBATCHES, STAGES, any_tables
 
 
 def check(slots: Slots, written: np.ndarray, read: np.ndarray) -> None:
@@ -47,9 +45,9 @@ def check(slots: Slots, written: np.ndarray, read: np.ndarray) -> None:
 
 
 @settings(deadline=None)
-@given(STAGES, MICROBATCHES, MAKER)
-def test_a_slot_holds_what_is_read_from_it(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
+@given(any_tables)
+def test_a_slot_holds_what_is_read_from_it(schedule):
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     none = np.full_like(schedule.forward, IDLE)
     check(residual_slots(schedule), schedule.forward if schedule.trains else none, schedule.backward)
     check(weight_slots(schedule), schedule.backward if schedule.splits_weight else none, schedule.weight)
@@ -78,22 +76,21 @@ def messages(schedule: Schedule, kind: str) -> list[tuple[int, int, Action]]:
 
 
 @settings(deadline=None)
-@given(STAGES, MICROBATCHES, MAKER)
-def test_messages_that_wait_have_slots_and_others_have_none(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
+@given(any_tables)
+def test_messages_that_wait_have_slots_and_others_have_none(schedule):
     for kind in ("forward", "backward"):
         arrive, use = np.full((2, *schedule.forward.shape), IDLE)
         for there, needed, action in messages(schedule, kind):
             if there < needed:
-                cell = action.chunk * num_microbatches + action.microbatch
+                cell = action.chunk * schedule.num_microbatches + action.microbatch
                 arrive[there, action.stage] = use[needed, action.stage] = cell
         check(inbox_slots(schedule, kind), arrive, use)
 
 
 @settings(deadline=None)
-@given(STAGES, MICROBATCHES, st.integers(1, 4))
-def test_no_message_waits_in_schedules_of_whole_groups(num_stages, num_microbatches, num_chunks):
-    whole = interleaved(num_stages, num_microbatches * num_stages, num_chunks)
+@given(STAGES, MICROBATCHES, st.integers(1, 6), st.integers(1, 4))
+def test_no_message_waits_in_schedules_of_whole_groups(num_stages, num_microbatches, num_groups, num_chunks):
+    whole = interleaved(num_stages, num_stages * num_groups, num_chunks)
     few = interleaved(num_stages, min(num_microbatches, num_stages), num_chunks)
     plain = [maker(num_stages, num_microbatches) for maker in (gpipe, one_forward_one_backward, zero_bubble)]
     for schedule in (whole, few, *plain):

@@ -66,10 +66,13 @@ def test_a_record_is_written_as_it_was_read(tmp_path, capsys):
 
 def test_records_that_are_none(tmp_path):
     path = tmp_path / "plans.csv"
-    with pytest.raises(InputError, match="cannot be read as a table of compiled plans: No such file"):
+    with pytest.raises(InputError, match="cannot be read as a CSV file: No such file"):
         read_compiled(path)
     path.write_text("config,cluster\n")
     with pytest.raises(InputError, match="has no column pipe"):
+        read_compiled(path)
+    path.write_text(RECORD.read_text().replace(",8,", ",eight,", 1))
+    with pytest.raises(InputError, match="cannot be read as a table of compiled plans: invalid literal"):
         read_compiled(path)
     write_compiled(path, [replace(PLANS[0], memory_bytes=0)])
     with pytest.raises(InputError, match="has no plan with figures; --compile missing adds them"):

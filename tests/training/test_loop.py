@@ -29,7 +29,7 @@ from giantjax.training.restore import load_trained
 from giantjax.training.run_directory import RunDirectory, directory_of, held_alone, read_record
 from giantjax.training.step import StepMetrics
 from tests.helpers import FORWARD, logits_of
-from tests.training.runs import PEAK_FLOPS, CompiledOnce, copy_of, records_of, small_run, train_here, write_corpus
+from tests.training.runs import PEAK_FLOPS, CompiledOnce, copy_of, records_of, small_run, train_here
 
 # One worker, for one run serves all.
 pytestmark = pytest.mark.xdist_group("loop")
@@ -38,19 +38,6 @@ KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "samples_per_s", "mfu"),
     *("consumed_samples", "consumed_tokens", "loss_scale", "skipped"),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, corpus) -> RunConfig:
-    """Thirty steps, saved after every 6 and evaluated after every 8."""
-    config = small_run(tmp_path_factory.mktemp("whole") / "run", corpus)
-    assert train_here(config) == 0
-    return config
 
 
 # ---- the run directory ----

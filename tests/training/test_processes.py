@@ -48,11 +48,6 @@ pytestmark = pytest.mark.xdist_group("processes")
 SIZES: dict[str, Any] = {"sequence_length": 8, "vocabulary_size": 50}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
-
-
 def run_job(configs: list[RunConfig], meanwhile: Callable[[list[ForkServerProcess]], None] | None = None, **befores) -> list[int]:
     """Start each; the exit codes. `before_1` is called in process 1 before it starts."""
     started: list[ForkServerProcess] = []

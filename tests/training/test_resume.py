@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +53,6 @@ RATE = 3e-3
 """Of `small_run`."""
 TOO_HIGH = {"optimizer.learning_rate": 1e39, "checkpoint.accept_change": ("optimizer.learning_rate",)}
 """Beyond the largest fp32 number: after one step the parameters are infinite."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, corpus) -> RunConfig:
-    """A run that nothing happened to; checkpoints 18, 24 and 30 are there."""
-    config = small_run(tmp_path_factory.mktemp("whole") / "run", corpus)
-    assert train_here(config) == 0
-    return config
 
 
 # ---- killed ----
