@@ -71,13 +71,14 @@ def run_schedule(
         batches: leaves [M, ...], one microbatch after the other.
         step: steps taken, or None in evaluation.
         denominator: loss, metrics and gradients are divided by this.
-        skips_head: whether stages other than the last skip the loss, under a conditional, rather than compute it to no effect.
+        skips_head: whether stages other than the last skip the loss, and those with fewer layers what others have more, under
+            conditionals, rather than compute it to no effect.
 
     Returns:
         Sums over this device's microbatches, to be summed over the axes they vary over.
     """
     num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
-    stage = Stage(model, layer_table, num_chunks, recompute, params, batches, step, denominator)
+    stage = Stage(model, layer_table, num_chunks, recompute, params, batches, step, denominator, skips_padding=skips_head)
     sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
     return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 

@@ -1,5 +1,6 @@
 """The backward pass of a stage's blocks, taken apart so that it can wait in a buffer between ticks."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from giantjax.parallel.product import Stash, Weight, is_stash_or_none, weight_gradient
+from giantjax.parallel.spans import Span
 from giantjax.parallel.stage import MICROBATCH_AXES, Chunk, Stage
 from giantjax.parallel.stages import BLOCKS, Batch, Params, shared_of, with_copies
 from giantjax.parallel.varying import varying_axes, zeros
@@ -69,40 +71,47 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        make = weight_gradient
-        for _ in range(self.stage.example.layers[0].ndim):
-            make = jax.vmap(make)
-        structure = jax.tree.structure(self._stashes)
-        stashes = jax.tree.unflatten(structure, stash)
-        return jax.tree.map(lambda one: one and make(one.x, one.dy), stashes, is_leaf=is_stash_or_none)
+        assert self._stashes is not None
+        stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
+        spans = zip(self.stage.spans, stashes[BLOCKS], strict=True)
+        return stashes | {BLOCKS: [jax.tree.map(functools.partial(_made, span), found, is_leaf=is_stash_or_none) for span, found in spans]}
 
 
 def _is_none(x: Any) -> bool:
     return x is None
 
 
+def _made(span: Span, stash: Stash | None) -> Array | None:
+    if stash is None:
+        return None
+    make = jax.vmap(weight_gradient)
+    return (make if span.every == 1 else jax.vmap(make))(stash.x, stash.dy)
+
+
 def _stashes_of(stage: Stage) -> Params:
     """In the place of each weight in the blocks that a single product uses zeros for every layer; None in all other places."""
-    chunk = stage.example
-    seen: dict[int, list[Stash]] = {}
-
-    def watched(number: int, copy: Array | None, x: Array) -> Any:
-        first = lambda a: a[(0,) * chunk.layers[0].ndim]  # noqa: E731
-        if copy is None:
-            return first(x)
-        kinds = lambda x, y: seen.setdefault(number, []).append(Stash(jax.typeof(x), jax.typeof(y)))  # noqa: E731
-        return Weight(first(x), first(copy), seen=kinds)
-
-    group = chunk.params[BLOCKS][0]
-    numbers = jax.tree.unflatten(jax.tree.structure(group), range(len(jax.tree.leaves(group))))
-    params = jax.tree.map(watched, numbers, chunk.copies[BLOCKS][0], group)
+    chunk, batch = stage.example, stage.microbatch(jnp.int32(0))
     shared = with_copies(shared_of(chunk.params), shared_of(chunk.copies))
-    batch = stage.microbatch(jnp.int32(0))
-    jax.eval_shape(lambda: stage.model.block(shared, params, stage.empty, jnp.int32(0), batch, stage.step))
 
-    def stash(number: int, layers: Array) -> Stash | None:
-        found = seen.get(number, [])
-        return Stash(zeros(found[0].x, *layers.shape), zeros(found[0].dy, *layers.shape)) if len(found) == 1 else None
+    def of_span(span: Span, layers: Array, params: Params, copies: Params) -> Params:
+        seen: dict[int, list[Stash]] = {}
 
-    nothing = jax.tree.map(lambda _: None, chunk.params)
-    return nothing | {BLOCKS: [jax.tree.map(lambda number: stash(number, layers), numbers) for layers in chunk.layers]}  # noqa: B023
+        def watched(number: int, copy: Array | None, x: Array) -> Any:
+            first = lambda a: a[(0,) * layers.ndim]  # noqa: E731
+            if copy is None:
+                return first(x)
+            kinds = lambda x, y: seen.setdefault(number, []).append(Stash(jax.typeof(x), jax.typeof(y)))  # noqa: E731
+            return Weight(first(x), first(copy), seen=kinds)
+
+        def stash(number: int) -> Stash | None:
+            found = seen.get(number, [])
+            return Stash(zeros(found[0].x, *layers.shape), zeros(found[0].dy, *layers.shape)) if len(found) == 1 else None
+
+        numbers = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
+        own = jax.tree.map(watched, numbers, copies, params)
+        for kind in span.kinds:
+            jax.eval_shape(lambda kind=kind: stage.model.block(shared, own[kind], stage.empty, jnp.int32(0), batch, stage.step))
+        return jax.tree.map(stash, numbers)
+
+    spans = zip(stage.spans, chunk.layers, chunk.params[BLOCKS], chunk.copies[BLOCKS], strict=True)
+    return jax.tree.map(lambda _: None, chunk.params) | {BLOCKS: [of_span(*one) for one in spans]}

@@ -9,7 +9,9 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from giantjax.parallel.mesh import BATCH_AXES
+from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.schedule import IDLE
+from giantjax.parallel.spans import cut, join, spans_of
 from giantjax.parallel.stages import (
     BLOCKS,
     Batch,
@@ -18,9 +20,7 @@ from giantjax.parallel.stages import (
     Params,
     apply_blocks,
     compute_copies,
-    group_layers,
     shared_of,
-    ungroup_layers,
     with_copies,
 )
 from giantjax.parallel.varying import varying
@@ -31,13 +31,13 @@ MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
 
 
 class Chunk(NamedTuple):
-    """What a stage holds of one chunk of the model: entries in groups of layers, as the recompute policy cuts them."""
+    """What a stage holds of one chunk of the model, cut into spans."""
 
     number: Int[Array, ""]
     layers: list[Array]
     """Index of each layer in the model; -1 is padding."""
     params: Params
-    """With all that layers share."""
+    """With all that layers share; `blocks` is a list of what `cut` makes of them."""
     copies: Params
     """In each parameter's place its copy in the compute type, or None."""
 
@@ -63,16 +63,18 @@ class Stage:
         batches: Batch,
         step: Array | None,
         denominator: Array,
+        skips_padding: bool = False,
     ):
         self.model, self.recompute, self.batches = model, recompute, batches
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
-        self.num_stages, self.padded = len(table), bool((table < 0).any())
-        self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
+        self.num_stages, self.num_microbatches = len(table), jax.tree.leaves(batches)[0].shape[0]
+        order = (BLOCK,) * int((table >= 0).sum())
+        self.spans = spans_of(order, table, num_chunks, recompute, skips_padding)
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
         copies = compute_copies(model, params)
         layers = jnp.asarray(table)[self.index]
-        held = (layers, params[BLOCKS], copies[BLOCKS])
+        held = (layers, {BLOCK: params[BLOCKS]}, {BLOCK: copies[BLOCKS]})
         if num_chunks > 1:
             # Which layers they are differs from tick to tick, so what is made of it is no constant of the stage.
             held = (varying(layers, MICROBATCH_AXES), *held[1:])
@@ -86,8 +88,9 @@ class Stage:
         self.empty = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
 
     def _cut(self, number: Array, held: PyTree) -> Chunk:
-        layers, blocks, copied_blocks = map(list, zip(*group_layers(held, self.recompute), strict=True))
-        return Chunk(number, layers, self._shared | {BLOCKS: blocks}, self._shared_copies | {BLOCKS: copied_blocks})
+        layers, blocks, copied = held
+        (numbers, own), (_, own_copies) = cut(self.spans, layers, blocks), cut(self.spans, layers, copied)
+        return Chunk(number, numbers, self._shared | {BLOCKS: own}, self._shared_copies | {BLOCKS: own_copies})
 
     def chunk(self, number: Int[Array, ""]) -> Chunk:
         """Chunk `number` of this stage."""
@@ -127,8 +130,8 @@ class Stage:
         # What an embedding computes is cheap and large: all that is kept of it is the microbatch.
         entering = varying(jax.checkpoint(lambda shared, batch: self.model.embed(shared, batch, self.step))(shared, batch))
         x = entering if self.num_stages * self.num_chunks == 1 else _where(self.is_first(chunk.number), entering, boundary)
-        groups = list(zip(chunk.layers, params[BLOCKS], strict=True))
-        return self.split(varying(apply_blocks(self.model, shared, groups, x, batch, self.step, self.recompute, self.padded)))
+        sent = apply_blocks(self.model, shared, self.spans, chunk.layers, params[BLOCKS], x, batch, self.step, self.recompute)
+        return self.split(varying(sent))
 
     def loss(self, shared: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[Array, dict[str, Array]]:
         """(loss, metrics) of the boundary at the end of the model, over the denominator."""
@@ -168,19 +171,16 @@ class Stage:
 
         is_none = lambda x: x is None  # noqa: E731
         if self._only is None:
-            own = jax.tree.map(add_at, self._ungrouped(grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
+            own = jax.tree.map(add_at, join(self.spans, grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
         else:
             own = jax.tree.map(add, grads[BLOCKS], sums[BLOCKS], is_leaf=is_none)
         return jax.tree.map(add, shared_of(grads), shared_of(sums), is_leaf=is_none) | {BLOCKS: own}
 
     def gradients(self, sums: Params) -> Params:
-        """Gradients of the parameters as they were before layers were cut into chunks and groups."""
-        if self._only is None:
-            return sums | {BLOCKS: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums[BLOCKS])}
-        return sums | {BLOCKS: self._ungrouped(sums[BLOCKS])}
-
-    def _ungrouped(self, groups: list[PyTree]) -> PyTree:
-        return ungroup_layers(groups) if self.example.layers[0].ndim > 1 else groups[0]
+        """Gradients of the parameters as they were before layers were cut into chunks and spans."""
+        all_chunks = lambda: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums[BLOCKS])  # noqa: E731
+        blocks = join(self.spans, sums[BLOCKS]) if self._only else all_chunks()
+        return sums | {BLOCKS: blocks[BLOCK]}
 
 
 def _is_floating(x: Array) -> bool:

@@ -19,7 +19,13 @@ STAND_IN = "A100-40GB"
 def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
     """`config` with the mesh, microbatches, recomputing, sharing and compression of `plan`."""
     mesh = replace(config.mesh, pipe=plan.pipe, replica=plan.replica, data=plan.data, tensor=plan.tensor, plan="config")
-    pipeline = replace(config.pipeline, schedule=plan.schedule, microbatch_size=plan.microbatch_size, num_microbatches=None)
+    pipeline = replace(
+        config.pipeline,
+        schedule=plan.schedule,
+        num_chunks=plan.num_chunks,
+        microbatch_size=plan.microbatch_size,
+        num_microbatches=None,
+    )
     training = replace(config.training, zero_stage=plan.zero_stage, recompute=plan.recompute, compression=plan.compression)
     return replace(config, mesh=mesh, pipeline=pipeline, training=training)
 

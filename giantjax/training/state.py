@@ -15,7 +15,7 @@ from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
-from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
+from giantjax.parallel.stages import BLOCKS, Model, Params, deal, to_device_layout
 from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
 
@@ -71,14 +71,15 @@ def layout_of(
     compression: Compression = "none",
     loss_scale: LossScaleConfig | None = None,
     num_chunks: int = 1,
+    partition: str = "uniform",
 ) -> Layout:
     """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too.
 
     `compression` is of the gradients that cross between nodes, on the mesh axis `replica`. `loss_scale` is for models that compute
-    in fp16.
+    in fp16. `partition` deals the blocks to stages and their chunks, as `giantjax.parallel.partition` says; what `profile` measured
+    comes as `manual`.
     """
-    num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
-    table = layer_table(num_layers, mesh.shape["pipe"], num_chunks)
+    table = deal(model, partition, mesh.shape["pipe"], num_chunks)
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
     degree = mesh.shape["data"] if zero_stage else 1
