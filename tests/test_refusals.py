@@ -177,7 +177,7 @@ LOSS_SCALE = (
 
 NOT_YET = tuple(
     tiny(f"not-yet-{option.split('.')[1].replace(' ', '-')}", f"--{option}", f"{option.partition(' ')[0].replace('-', '_')} is ")
-    for option in (*("training.zero-stage 2", "training.zero-stage 7"),)
+    for option in ("training.zero-stage 7",)
 )
 
 FOUR = "--model.num-layers 4 --mesh.pipe 2 --runtime.num-cpu-devices 2"

@@ -111,7 +111,8 @@ def gpt(
         tensor: how many they are, which the vocabulary is padded for.
         stages: the mesh axis whose devices, which all hold the whole head, share its work by parts of the vocabulary; None shares none.
     """
-    vocabulary = comm if stages is None else Communication((comm.axis, stages) if comm.axis else stages)
+    axes = (comm.axis,) if isinstance(comm.axis, str) else comm.axis or ()
+    vocabulary = comm if stages is None else Communication((*axes, stages))
     makers: dict[str, Callable[[Array], nnx.Module]] = {
         "embedding": lambda key: Embedding(config, comm, tensor, key),
         "blocks": lambda key: Block(config, comm, key),

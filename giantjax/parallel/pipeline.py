@@ -27,6 +27,7 @@ from giantjax.parallel.stage import PIPE, Chunk, Stage, where_there
 from giantjax.parallel.stages import Batch, Model, Params, shared_of
 from giantjax.parallel.ticks import Run, ticks_of
 from giantjax.parallel.varying import varying, varying_axes, zeros
+from giantjax.parallel.zero import Zero, on_shares
 
 _Message: TypeAlias = tuple[list[Array], list[Array]]
 """The floating leaves of a boundary, and the others."""
@@ -59,6 +60,8 @@ def run_schedule(
     step: Array | None,
     denominator: Float[Array, ""],
     skips_head: bool = False,
+    num_parts: int = 1,
+    zero: Zero | None = None,
 ) -> Sums:
     """Run `schedule` over all microbatches of this device; call it inside a `shard_map` over all mesh axes.
 
@@ -73,12 +76,17 @@ def run_schedule(
         denominator: loss, metrics and gradients are divided by this.
         skips_head: whether stages other than the last skip the loss, and those with fewer layers what others have more, under
             conditionals, rather than compute it to no effect.
+        num_parts: each chunk's layers are cut into so many parts. With several the last tick stands outside of the loop, so that
+            the sum of a part's gradients over devices can begin while the other parts' are still computed.
+        zero: what ZeRO 2 and 3 share over `data`; gradients are then sums of shares, and under 3 `params` are shares.
 
     Returns:
-        Sums over this device's microbatches, to be summed over the axes they vary over.
+        Sums over this device's microbatches, to be summed over the axes they vary over; gradients of blocks in parts and by kind,
+        from which `join_parts` makes one.
     """
     num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
-    stage = Stage(model, layer_table, num_chunks, recompute, params, batches, step, denominator, skips_padding=skips_head)
+    model = on_shares(model, zero, recompute) if zero else model
+    stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator, zero, skips_head)
     sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
     return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 
@@ -100,9 +108,13 @@ def _accumulate(stage: Stage) -> Sums:
 
     def add(sums: Sums, number: Array) -> tuple[Sums, None]:
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(chunk.params, stage.microbatch(number))
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, Sums(loss, metrics, grads)), None
+        assert sums.grads is not None
+        found = jax.tree.map(jnp.add, sums._replace(grads=None), Sums(loss, metrics, None))
+        return found._replace(grads=stage.add_gradients(sums.grads, grads, chunk.number)), None
 
-    return lax.scan(add, _zero_sums(stage, trains=True), jnp.arange(stage.num_microbatches))[0]
+    last = stage.num_microbatches - int(stage.num_parts > 1)
+    sums = lax.scan(add, _zero_sums(stage, trains=True), jnp.arange(last))[0]
+    return sums if last == stage.num_microbatches else add(sums, jnp.int32(last))[0]
 
 
 class _Executor:
@@ -125,7 +137,12 @@ class _Executor:
         carry = _Carry((moving, still), moving, rings, _zero_sums(self.stage, self.ticks.schedule.trains))
         for run in self.ticks.runs:
             columns = {name: self._column(table[run.first : run.stop]) for name, table in self.ticks.columns.items()}
-            carry, _ = lax.scan(functools.partial(_tick, self, run), carry, columns)
+            body = functools.partial(_tick, self, run)
+            if run.stop < self.ticks.schedule.num_ticks or self.stage.num_parts == 1:
+                carry, _ = lax.scan(body, carry, columns)
+            else:
+                carry, _ = lax.scan(body, carry, {name: column[:-1] for name, column in columns.items()})
+                carry, _ = body(carry, {name: column[-1] for name, column in columns.items()})
         return carry.sums
 
     def _column(self, table: Int[np.ndarray, "K S"]) -> Int[Array, "K"]:
@@ -222,7 +239,13 @@ class _Tick(NamedTuple):
 
 def _from_last(stage: Stage, sent: _Message) -> _Message:
     """What the last stage has sent, on all stages."""
-    return jax.tree.map(lambda x: lax.psum(x, PIPE), where_there(stage.index == stage.num_stages - 1, sent))
+    return _sum_over_stages(where_there(stage.index == stage.num_stages - 1, sent))
+
+
+def _sum_over_stages(tree: PyTree) -> Any:
+    """The sums over stages, on the stream of hops, so that they lie over compute as hops do."""
+    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+        return jax.tree.map(lambda x: lax.psum(x, PIPE), tree)
 
 
 def _backward(at: _Tick, carry: _Carry, received: list[Array]) -> tuple[_Carry, list[Array]]:
@@ -288,7 +311,7 @@ def _shared_head(at: _Tick, carry: _Carry, ended: _Message) -> _Carry:
     assert carry.sums.grads is not None
     shared_grads = jax.tree.map(jnp.add, shared_of(carry.sums.grads), grads)
     carry = carry._replace(sums=sums._replace(grads=carry.sums.grads | shared_grads))
-    return at.put(carry, "outputs", [varying(lax.psum(x, PIPE)) for x in begun])
+    return at.put(carry, "outputs", varying(_sum_over_stages(begun)))
 
 
 def _weight(at: _Tick, carry: _Carry, stash: list[Array]) -> _Carry:
@@ -310,7 +333,8 @@ def _forward(at: _Tick, carry: _Carry, received: list[Array]) -> _Carry:
         moving, still = stage.blocks(chunk, moving, still, batch)
         if not at.executor.shares_head:
             counted = there & stage.is_last(chunk.number)
-            found = Sums(*where_there(counted, stage.local_loss(shared_of(chunk.params), moving, still, batch)), None)
+            loss, metrics = where_there(counted, stage.local_loss(shared_of(chunk.params), moving, still, batch))
+            found = Sums(loss, metrics, None)
             carry = carry._replace(sums=jax.tree.map(jnp.add, carry.sums, found))
     else:
         moving, still, leaves = pullback.forward(chunk, moving, still, batch)

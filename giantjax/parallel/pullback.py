@@ -5,13 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, PyTree
 
+from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.product import Stash, Weight, is_stash_or_none, weight_gradient
 from giantjax.parallel.spans import Span
 from giantjax.parallel.stage import MICROBATCH_AXES, Chunk, Stage
 from giantjax.parallel.stages import BLOCKS, Batch, Params, shared_of, with_copies
 from giantjax.parallel.varying import varying_axes, zeros
+from giantjax.parallel.zero import scattered
 
 
 class Pullback:
@@ -71,21 +74,28 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        assert self._stashes is not None
+        zero = self.stage.zero
         stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
-        spans = zip(self.stage.spans, stashes[BLOCKS], strict=True)
-        return stashes | {BLOCKS: [jax.tree.map(functools.partial(_made, span), found, is_leaf=is_stash_or_none) for span, found in spans]}
+        none = jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS])
+        dims = {BLOCK: zero.dims[BLOCKS]} if zero else {}
+
+        def gradients(group: dict[str, PyTree], layers: Array, none: dict[str, PyTree]) -> dict[str, PyTree]:
+            def make(one: Stash | None, dim: int) -> Array | None:
+                gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
+                for _ in range(layers.ndim):
+                    # What is shared is never whole of more than a layer.
+                    gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
+                return None if one is None else gradient(one)
+
+            own = {kind: dims.get(kind, same) for kind, same in none.items()}
+            return jax.tree.map(make, group, own, is_leaf=is_stash_or_none)
+
+        blocks = [gradients(*span) for span in zip(stashes[BLOCKS], self.stage.example.layers, none, strict=True)]
+        return stashes | {BLOCKS: blocks}
 
 
 def _is_none(x: Any) -> bool:
     return x is None
-
-
-def _made(span: Span, stash: Stash | None) -> Array | None:
-    if stash is None:
-        return None
-    make = jax.vmap(weight_gradient)
-    return (make if span.every == 1 else jax.vmap(make))(stash.x, stash.dy)
 
 
 def _stashes_of(stage: Stage) -> Params:
@@ -93,15 +103,15 @@ def _stashes_of(stage: Stage) -> Params:
     chunk, batch = stage.example, stage.microbatch(jnp.int32(0))
     shared = with_copies(shared_of(chunk.params), shared_of(chunk.copies))
 
-    def of_span(span: Span, layers: Array, params: Params, copies: Params) -> Params:
+    def of_span(span: Span, layers: Array, params: dict[str, Params], copies: dict[str, Params]) -> dict[str, Params]:
         seen: dict[int, list[Stash]] = {}
 
-        def watched(number: int, copy: Array | None, x: Array) -> Any:
+        def watched(number: int, copy: Any, x: Array) -> Any:
             first = lambda a: a[(0,) * layers.ndim]  # noqa: E731
             if copy is None:
                 return first(x)
             kinds = lambda x, y: seen.setdefault(number, []).append(Stash(jax.typeof(x), jax.typeof(y)))  # noqa: E731
-            return Weight(first(x), first(copy), seen=kinds)
+            return Weight(first(x), jax.tree.map(first, copy), seen=kinds)
 
         def stash(number: int) -> Stash | None:
             found = seen.get(number, [])

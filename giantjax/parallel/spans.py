@@ -19,6 +19,8 @@ class Span(NamedTuple):
 
     first: int
     stop: int
+    part: int
+    """Of the parts whose gradients are summed over devices one by one."""
     every: int
     """Blocks that the backward pass makes again together; 1 where each is by itself."""
     kinds: tuple[str, ...]
@@ -35,7 +37,7 @@ class Span(NamedTuple):
 
 
 def spans_of(
-    order: Sequence[str], table: Int[np.ndarray, "S L"], num_chunks: int, recompute: str = "none", skips: bool = False
+    order: Sequence[str], table: Int[np.ndarray, "S L"], num_chunks: int, recompute: str = "none", skips: bool = False, num_parts: int = 1
 ) -> list[Span]:
     """The spans of a chunk.
 
@@ -45,19 +47,20 @@ def spans_of(
         num_chunks: chunks on each stage.
         recompute: the policy; `full:K` makes K blocks again together.
         skips: whether stages without a block skip it.
+        num_parts: a chunk is cut into so many parts first.
     """
     positions = []
-    for cells in _positions(table, num_chunks):
+    for part, cells in _positions(table, num_chunks, num_parts):
         padded = bool((cells < 0).any())
-        positions.append((_kinds_at(order, cells), padded and skips, padded))
+        positions.append((part, _kinds_at(order, cells), padded and skips, padded))
     spans: list[Span] = []
-    for (kinds, _), found in itertools.groupby(positions, key=lambda position: position[:2]):
+    for (part, kinds, _), found in itertools.groupby(positions, key=lambda position: position[:3]):
         run, first = list(found), spans[-1].stop if spans else 0
-        stop, padded = first + len(run), any(position[2] for position in run)
+        stop, padded = first + len(run), any(position[3] for position in run)
         every = min(recompute_interval(recompute), len(run))
         whole = first + len(run) // every * every
         cuts = [(first, whole, every)] + ([(whole, stop, stop - whole)] if whole < stop else [])
-        spans += [Span(*cut, kinds, padded, skips) for cut in cuts]
+        spans += [Span(first, stop, part, every, kinds, padded, skips) for first, stop, every in cuts]
     return spans
 
 
@@ -69,10 +72,19 @@ def kind_tables(order: Sequence[str], table: Int[np.ndarray, "S L"], num_chunks:
     number = {kind: np.cumsum([one == kind for one in order]) - 1 for kind in dict.fromkeys(order)}
     tables = {}
     for kind, numbers in number.items():
-        held = [cells for cells in _positions(table, num_chunks) if kind in _kinds_at(order, cells)]
+        held = [cells for _, cells in _positions(table, num_chunks) if kind in _kinds_at(order, cells)]
         own = [np.where((cells >= 0) & (np.array(order)[cells] == kind), numbers[cells], -1) for cells in held]
         tables[kind] = np.stack(own, axis=-1).reshape(len(table), -1).astype(np.int32)
     return tables
+
+
+def part_sizes(order: Sequence[str], table: Int[np.ndarray, "S L"], num_chunks: int, num_parts: int) -> list[dict[str, int]]:
+    """Positions of each part of a chunk that have room for each kind; kinds without any are left out."""
+    sizes: list[dict[str, int]] = [{} for _ in range(num_parts)]
+    for part, cells in _positions(table, num_chunks, num_parts):
+        for kind in _kinds_at(order, cells):
+            sizes[part][kind] = sizes[part].get(kind, 0) + 1
+    return sizes
 
 
 def recompute_interval(recompute: str) -> int:
@@ -80,9 +92,12 @@ def recompute_interval(recompute: str) -> int:
     return int(recompute.partition(":")[2] or 1)
 
 
-def _positions(table: Int[np.ndarray, "S L"], num_chunks: int) -> list[Int[np.ndarray, "S C"]]:
-    """The layers at each position of a chunk."""
-    return list(np.moveaxis(table.reshape(len(table), num_chunks, -1), -1, 0))
+def _positions(table: Int[np.ndarray, "S L"], num_chunks: int, num_parts: int = 1) -> list[tuple[int, Int[np.ndarray, "S C"]]]:
+    """The part of each position of a chunk, of which none has more than one more than another, and the layers there."""
+    cells = np.moveaxis(table.reshape(len(table), num_chunks, -1), -1, 0)
+    ends = np.linspace(0, len(cells), num_parts + 1).round().astype(int)
+    parts = np.repeat(np.arange(num_parts), np.diff(ends))
+    return list(zip(parts.tolist(), cells, strict=True))
 
 
 def _kinds_at(order: Sequence[str], cells: Int[np.ndarray, "S C"]) -> tuple[str, ...]:
@@ -107,12 +122,23 @@ def _part(a: Array, first: int, span: Span) -> Array:
     return own if span.every == 1 else own.reshape(-1, span.every, *a.shape[1:])
 
 
-def join(spans: Sequence[Span], groups: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
-    """Blocks of each kind, [L, ...], from what `cut` made of them."""
-    kinds = dict.fromkeys(kind for span in spans for kind in span.kinds)
-    return {kind: _joined([(span, group[kind]) for span, group in zip(spans, groups, strict=True) if kind in group]) for kind in kinds}
+def join(spans: Sequence[Span], groups: Sequence[dict[str, PyTree]]) -> list[dict[str, PyTree]]:
+    """Part by part the blocks of each kind, [L, ...], from what `cut` made of them; kinds that a part does not have are left out."""
+    parts: list[dict[str, list[PyTree]]] = [{} for _ in range(spans[-1].part + 1)]
+    for span, group in zip(spans, groups, strict=True):
+        for kind, tree in group.items():
+            flat = tree if span.every == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree)
+            parts[span.part].setdefault(kind, []).append(flat)
+    return [{kind: _concatenated(trees) for kind, trees in part.items()} for part in parts]
 
 
-def _joined(parts: list[tuple[Span, PyTree]]) -> PyTree:
-    flat = [tree if span.every == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), tree) for span, tree in parts]
-    return flat[0] if len(flat) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *flat)
+def join_parts(parts: Sequence[dict[str, PyTree]], num_chunks: int) -> dict[str, PyTree]:
+    """Blocks of each kind, chunk after chunk, [C x L, ...], from those of each part of all chunks."""
+    kinds = dict.fromkeys(kind for part in parts for kind in part)
+    chunked = [jax.tree.map(lambda a: a.reshape(num_chunks, -1, *a.shape[1:]), part) for part in parts]
+    whole = {kind: _concatenated([part[kind] for part in chunked if kind in part], axis=1) for kind in kinds}
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), whole)
+
+
+def _concatenated(trees: Sequence[PyTree], axis: int = 0) -> PyTree:
+    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *trees)

@@ -19,11 +19,11 @@ from giantjax.parallel.stages import (
     Model,
     Params,
     apply_blocks,
-    compute_copies,
     shared_of,
     with_copies,
 )
 from giantjax.parallel.varying import varying
+from giantjax.parallel.zero import Zero, hold
 
 PIPE = "pipe"
 MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
@@ -58,21 +58,23 @@ class Stage:
         model: Model,
         table: Int[np.ndarray, "S L"],
         num_chunks: int,
+        num_parts: int,
         recompute: str,
         params: Params,
         batches: Batch,
         step: Array | None,
         denominator: Array,
+        zero: Zero | None = None,
         skips_padding: bool = False,
     ):
-        self.model, self.recompute, self.batches = model, recompute, batches
+        self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
-        self.num_stages, self.num_microbatches = len(table), jax.tree.leaves(batches)[0].shape[0]
         order = (BLOCK,) * int((table >= 0).sum())
-        self.spans = spans_of(order, table, num_chunks, recompute, skips_padding)
+        self.num_parts, self.spans = num_parts, spans_of(order, table, num_chunks, recompute, skips_padding, num_parts)
+        self.num_stages, self.num_microbatches = len(table), jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
-        copies = compute_copies(model, params)
+        params, copies = hold(model, params, zero)
         layers = jnp.asarray(table)[self.index]
         held = (layers, {BLOCK: params[BLOCKS]}, {BLOCK: copies[BLOCKS]})
         if num_chunks > 1:
@@ -156,8 +158,10 @@ class Stage:
         return jax.tree.unflatten(structure, [next(moving_left if _is_floating(x) else still_left) for x in leaves])
 
     def zero_gradients(self) -> Params:
-        """Sums of the gradients of nothing: of the blocks those of all chunks, [C, ...] where there are several."""
-        blocks = self.example.params[BLOCKS] if self._only else self._held[1]
+        """Sums of the gradients of nothing: of blocks part by part, each of all chunks, [C, ...], where there are several."""
+        blocks = join(self.spans, self.example.params[BLOCKS])
+        if self._only is None:
+            blocks = jax.tree.map(lambda p: jnp.broadcast_to(p, (self.num_chunks, *p.shape)), blocks)
         return jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), self._shared | {BLOCKS: blocks})
 
     def add_gradients(self, sums: Params, grads: Params, chunk: Int[Array, ""]) -> Params:
@@ -170,17 +174,14 @@ class Stage:
             return total if grad is None else total.at[chunk].add(grad.astype(total.dtype))
 
         is_none = lambda x: x is None  # noqa: E731
-        if self._only is None:
-            own = jax.tree.map(add_at, join(self.spans, grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
-        else:
-            own = jax.tree.map(add, grads[BLOCKS], sums[BLOCKS], is_leaf=is_none)
+        own = jax.tree.map(add if self._only else add_at, join(self.spans, grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
         return jax.tree.map(add, shared_of(grads), shared_of(sums), is_leaf=is_none) | {BLOCKS: own}
 
     def gradients(self, sums: Params) -> Params:
-        """Gradients of the parameters as they were before layers were cut into chunks and spans."""
-        all_chunks = lambda: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums[BLOCKS])  # noqa: E731
-        blocks = join(self.spans, sums[BLOCKS]) if self._only else all_chunks()
-        return sums | {BLOCKS: blocks[BLOCK]}
+        """Sums of gradients whose blocks are in parts and by kind, each stacked by layer, [C x L, ...]; `join_parts` makes one of them."""
+        if self._only is None:
+            return sums | {BLOCKS: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums[BLOCKS])}
+        return sums
 
 
 def _is_floating(x: Array) -> bool:

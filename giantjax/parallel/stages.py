@@ -100,7 +100,6 @@ def deal(model: Model, partition: str, num_stages: int, num_chunks: int = 1) -> 
         raise InputError(f"pipeline.partition is profile, which a run measures at its start; name what it has found, such as manual:{like}")
     weights = Weights((sizes[BLOCKS] // num_layers,) * num_layers, first, last)
     counts = counts_of(partition, (BLOCK,) * num_layers, num_stages * num_chunks, weights)
-    # A single stage has its chunks one after the other, which is one chunk.
     return layer_table(counts if num_stages > 1 else (num_layers,), num_stages)
 
 
@@ -160,8 +159,8 @@ def apply_blocks(
         if not recompute.startswith("full") and recompute in model.kept:
             one = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(*model.kept[recompute]))
         elif not recompute.startswith("full") and span.chooses:
-            # Without this a conditional would keep copies of its operands, weights among them.
-            one = jax.checkpoint(one, policy=jax.checkpoint_policies.everything_saveable)
+            # A conditional by itself would keep copies of its operands, weights among them.
+            one = jax.checkpoint(one, policy=jax.checkpoint_policies.dots_saveable)
         body = one if span.every == 1 else lambda x, stacked, one=one: lax.scan(one, x, stacked)
         boundary, _ = lax.scan(jax.checkpoint(body) if recompute.startswith("full") else body, boundary, tuple(stacked))
     return boundary

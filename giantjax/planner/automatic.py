@@ -23,6 +23,7 @@ def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
         config.pipeline,
         schedule=plan.schedule,
         num_chunks=plan.num_chunks,
+        head=plan.head,
         microbatch_size=plan.microbatch_size,
         num_microbatches=None,
     )

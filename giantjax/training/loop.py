@@ -269,7 +269,7 @@ def start_summary(config: RunConfig, parts: Parts, book: Bookkeeper, nodes: Node
         kinds = sorted({str(topology).partition(": ")[2] for topology in nodes.topologies.values()}) if nodes else []
         lines.append(f"mesh {degrees}: {axes_in_words(parts.layout.mesh, nodes)}" + "".join(f"; a node has {kind}" for kind in kinds))
     if config.pipeline.partition != "uniform":
-        counts = held(parts.layout.layers, config.pipeline.num_chunks)
+        counts = held(parts.layout.layers, parts.layout.num_chunks)
         lines.append(said(config.pipeline.partition, counts) + (f"; measured: {parts.profile}" if parts.profile else ""))
     return lines
 

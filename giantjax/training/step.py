@@ -12,10 +12,12 @@ from jaxtyping import Array, Float32, PyTree
 
 from giantjax.parallel.gradients import reduce_gradients
 from giantjax.parallel.mesh import AXES, BATCH_AXES
+from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.pipeline import Sums, run_schedule
 from giantjax.parallel.schedule import Schedule, forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
-from giantjax.parallel.stages import Batch, Model, Params
+from giantjax.parallel.spans import join_parts
+from giantjax.parallel.stages import BLOCKS, Batch, Model, Params
 from giantjax.parallel.varying import varying, varying_axes
 from giantjax.training.loss_scale import next_scale
 from giantjax.training.optimizer import Optimizer, clipped
@@ -79,15 +81,30 @@ def build_train_step(
         # The mean over the global batch is a sum of means over microbatches, each smaller by their number.
         factor = state.scaling.scale * ways if scales else jnp.float32(1)
         params, denominator = varying(state.params), total / factor
-        sums = run_schedule(model, schedule, layout.layers, recompute, params, batches, state.step, denominator, skips_head)
+        sums = run_schedule(
+            model,
+            schedule,
+            layout.layers,
+            recompute,
+            params,
+            batches,
+            state.step,
+            denominator,
+            skips_head=skips_head,
+            num_parts=layout.num_parts,
+            zero=layout.zero,
+        )
         assert sums.grads is not None
         if scales:
             sums = jax.tree.map(lambda x: x / factor, sums)
         loss, metrics = _sum_scalars(sums)
         grads, feedback = reduce_gradients(layout.reduction, sums.grads, state.feedback)
+        grads = grads | {BLOCKS: join_parts(grads[BLOCKS], layout.num_chunks)[BLOCK]}
         norm = _global_norm(grads)
         grads = clipped(grads, norm, optimizer.clip_norm)
-        held = jax.tree.map(_own_share, state.params, layout.zero_dims)
+        # Under ZeRO 3 parameters are shares before and after.
+        sharing = 0 < layout.zero_stage < 3
+        held = jax.tree.map(_own_share, state.params, layout.zero_dims) if sharing else state.params
         updates, moments = optimizer.transform.update(grads, state.optimizer, held)
         after, scaling = (optax.apply_updates(held, updates), moments, feedback), state.scaling
         skipped = jnp.int32(0)
@@ -96,7 +113,7 @@ def build_train_step(
             finite = jnp.isfinite(norm)
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (held, state.optimizer, state.feedback))
             skipped, scaling = scaling.skipped, next_scale(scales, scaling, finite)
-        params = jax.tree.map(_gather_shares, after[0], layout.zero_dims)
+        params = jax.tree.map(_gather_shares, after[0], layout.zero_dims) if sharing else after[0]
         reported = StepMetrics(loss, norm, optimizer.learning_rate(state.step - skipped), metrics)
         if scales:
             reported = reported._replace(loss_scale=state.scaling.scale, skipped=scaling.skipped, skipped_in_a_row=scaling.in_a_row)
@@ -115,7 +132,8 @@ def build_eval_step(model: Model, layout: Layout, *, num_microbatches: int = 1) 
 
     def local_eval(params: Params, batch: Batch) -> tuple[Array, Array]:
         batches = _microbatches(batch, num_microbatches)
-        sums = run_schedule(model, table, layout.layers, "none", varying(params), batches, None, jnp.float32(1))
+        zero = layout.zero if layout.zero_stage == 3 else None
+        sums = run_schedule(model, table, layout.layers, "none", varying(params), batches, None, jnp.float32(1), zero=zero)
         return _sum_scalars(sums)[0], lax.psum(model.weight(batch), BATCH_AXES)
 
     specs = (layout.params, BATCH_SPEC)

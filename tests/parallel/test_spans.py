@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from giantjax.parallel.partition import layer_table
-from giantjax.parallel.spans import Span, cut, join, kind_tables, spans_of
+from giantjax.parallel.spans import Span, cut, join, join_parts, kind_tables, part_sizes, spans_of
 
 COUNTS = st.integers(1, 4).flatmap(
     lambda stages: st.integers(1, 3).flatmap(
@@ -25,11 +25,13 @@ def dealt(draw):
 
 
 @settings(deadline=None)
-@given(dealt(), st.sampled_from(["none", "full", "full:2", "full:3"]), st.booleans())
-def test_every_stage_runs_its_own_blocks_in_order(model, recompute, skips):
+@given(dealt(), st.sampled_from(["none", "full", "full:2", "full:3"]), st.booleans(), st.integers(1, 4))
+def test_every_stage_runs_its_own_blocks_in_order(model, recompute, skips, num_parts):
     order, table, num_chunks = model
-    spans, tables = spans_of(order, table, num_chunks, recompute, skips), kind_tables(order, table, num_chunks)
     cells = table.reshape(len(table), num_chunks, -1)
+    num_parts = min(num_parts, cells.shape[-1])
+    spans, tables = spans_of(order, table, num_chunks, recompute, skips, num_parts), kind_tables(order, table, num_chunks)
+    sizes = part_sizes(order, table, num_chunks, num_parts)
     assert [place for span in spans for place in range(span.first, span.stop)] == list(range(cells.shape[-1]))
     for kind, own in tables.items():
         # Each block of a kind is held once.
@@ -45,12 +47,14 @@ def test_every_stage_runs_its_own_blocks_in_order(model, recompute, skips):
                 held = {kind: int(group[kind][place]) for kind in span.kinds if group[kind][place] >= 0}
                 assert held == ({} if layer < 0 else {order[layer]: order[: layer + 1].count(order[layer]) - 1})
                 assert layer >= 0 or span.padded
-        assert jax.tree.all(jax.tree.map(np.array_equal, join(spans, blocks), {kind: own for kind, own in room.items() if len(own)}))
+        parts = join(spans, blocks)
+        assert [{kind: len(own) for kind, own in part.items()} for part in parts] == sizes
+        assert jax.tree.all(jax.tree.map(np.array_equal, join_parts(parts, 1), room))
 
 
 def test_one_kind_dealt_evenly_is_one_loop():
     spans = spans_of(("block",) * 8, layer_table((4, 4), 2), 1, skips=True)
-    assert spans == [Span(0, 4, 1, ("block",), padded=False, skips=True)]
+    assert spans == [Span(0, 4, 0, 1, ("block",), padded=False, skips=True)]
     assert not spans[0].chooses
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from giantjax.parallel import simulate
 from giantjax.parallel.orders import megatron_orders
-from giantjax.parallel.schedule import gpipe, one_forward_one_backward
+from giantjax.parallel.schedule import gpipe, interleaved, one_forward_one_backward, zero_bubble
 from giantjax.planner import timeline
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 8, 17), (0.0, 0.1, 1.5, 4.0)))
@@ -49,3 +49,16 @@ def test_messages_that_block_are_within_three_percent():
         orders = megatron_orders(stages, microbatches)
         taken = simulate.asynchronous(one_forward_one_backward(stages, microbatches), costs, orders, "block").step_time
         assert timeline.asynchronous([3.0] * stages, microbatches, hop).total == pytest.approx(taken, rel=0.03)
+
+
+def test_lockstep_with_chunks_and_weight_gradients_is_exact():
+    for stages, chunks, hop in itertools.product((2, 3, 4), (2, 3), (0.0, 0.1, 1.5, 4.0)):
+        for microbatches in (stages, 3 * stages):
+            costs = simulate.Costs(1.0, 2.0, link=simulate.Link(hop, 1e12), message_bytes=0)
+            taken = simulate.lockstep(interleaved(stages, microbatches, chunks), costs)
+            found = timeline.lockstep("interleaved", stages, microbatches, 1.0, 2.0, hop, num_chunks=chunks)
+            assert found.total == pytest.approx(taken.step_time)
+    for stages, microbatches in itertools.product((2, 4), (4, 9)):
+        taken = simulate.lockstep(zero_bubble(stages, microbatches), simulate.Costs(1.0, 1.1, 0.9))
+        found = timeline.lockstep("zero-bubble", stages, microbatches, 1.0, 1.1, 0.0, weight=0.9)
+        assert found.total == pytest.approx(taken.step_time)
