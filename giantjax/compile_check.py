@@ -157,6 +157,8 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
     degrees = {axis: layout.mesh.shape[axis] for axis in AXES}
     program = parse(compiled.as_text() or "")
     found = collectives(program)
+    positions = config.microbatch_size * config.model.sequence_length
+    of_head = [each for each in found if _is_of_shared_head(each, degrees, positions, config.model.hidden_size)]
     across = traffic(found, nodes).across
     of_node = Counter[int]()
     for node, sent in zip(nodes, across.tolist(), strict=True):
@@ -170,7 +172,6 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         analysis.temp_size_in_bytes,
         usable_bytes(config, lowered.cluster),
     )
-    positions = config.microbatch_size * config.model.sequence_length
     width = jnp.dtype(DTYPES[lowered.compute]).itemsize
     return Report(
         config=config,
@@ -183,6 +184,8 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         busiest_node=max(of_node.values()),
         busiest_device=float(across.max()),
         hops=_hops(program, degrees),
+        head_bytes=float(traffic(of_head, nodes).across.sum()),
+        head_bytes_in_loops=float(traffic([each for each in of_head if each.in_loop], nodes).across.sum()),
         gradient_sums=_gradient_sums(program, degrees),
         gradient_sums_in_loops=tuple(
             f"{each.kind} of {', '.join(map(str, each.payload))} over {' and '.join(axes_of(each, degrees))}, {each.times} times"
@@ -232,7 +235,7 @@ def _hops_of_tick(program: Program, together: list[Window], degrees: dict[str, i
     directions = [_direction(window.collective, degrees) for window in together]
     arrivals = [window.end.name for window, direction in zip(together, directions, strict=True) if direction == "forward"]
     needing = dependents(program, place, arrivals)
-    steady, found = len(set(directions)) == 2, []
+    steady, found = len(set(directions)) == 2 and together[0].collective.in_loop, []
     for window, direction in zip(together, directions, strict=True):
         # What the hop is to lie over: in a tick with both directions the other one's work, else anything.
         of = tuple(each for each in program.computations[place] if not steady or (each.name in needing) == (direction == "backward"))
@@ -248,6 +251,14 @@ def _direction(hop: Collective, degrees: dict[str, int]) -> Literal["forward", "
     stage_size = math.prod(degrees.values()) // degrees["pipe"]
     source, target = (place // stage_size for place in hop.pairs[0])
     return "forward" if source < target else "backward"
+
+
+def _is_of_shared_head(each: Collective, degrees: dict[str, int], positions: int, hidden: int) -> bool:
+    """Whether all stages sum a device's part of a boundary, or up to three numbers a position, as they do to share the head."""
+    if each.kind != "all-reduce" or "pipe" not in axes_of(each, degrees) or set(axes_of(each, degrees)) > {"pipe", "tensor"}:
+        return False
+    sizes = [shape.size for shape in each.payload]
+    return all(size == positions * hidden // degrees["tensor"] or size in (positions, 2 * positions, 3 * positions) for size in sizes)
 
 
 def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int, zero_stage: int) -> bool:

@@ -56,7 +56,7 @@ class Hop(NamedTuple):
 
     direction: Literal["forward", "backward"]
     steady: bool
-    """Whether the loop has hops, and so work, of both directions."""
+    """Whether it stands in a loop that has hops, and so work, of both directions."""
     times: int
     hidden: float
     """Share, 0 to 1, of the matrix products that run while it travels: of the other direction's in a steady loop, else of all."""
@@ -98,6 +98,10 @@ class Report:
     busiest_device: float
     """The same of a device."""
     hops: tuple[Hop, ...]
+    head_bytes: float
+    """Between nodes, of all stages sharing the head."""
+    head_bytes_in_loops: float
+    """Of those, what is sent in loops over ticks."""
     gradient_sums: tuple[Sum, ...]
     """Of gradients, over replicas, after the loops over ticks."""
     gradient_sums_in_loops: tuple[str, ...]
@@ -133,12 +137,13 @@ class Report:
     @property
     def gradient_bytes(self) -> float:
         """Of the bytes between nodes, those of sums and gathers after the loop over ticks: gradients, and a few numbers."""
-        return sum(use.across for use in self.uses if use.kind not in HOPS and not use.in_loop)
+        sums = sum(use.across for use in self.uses if use.kind not in HOPS and not use.in_loop)
+        return sums - (self.head_bytes - self.head_bytes_in_loops)
 
     @property
     def other_bytes(self) -> float:
-        """Of the bytes between nodes, those that neither hops nor sums of gradients send; there should be none."""
-        return self.network_bytes - self.boundary_bytes - self.gradient_bytes
+        """Of the bytes between nodes, those that neither hops nor a shared head nor sums of gradients send; there should be none."""
+        return self.network_bytes - self.boundary_bytes - self.head_bytes - self.gradient_bytes
 
     @property
     def network_ratio(self) -> float:

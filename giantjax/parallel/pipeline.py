@@ -238,7 +238,13 @@ class _Tick(NamedTuple):
 
 def _from_last(stage: Stage, sent: _Message) -> _Message:
     """What the last stage has sent, on all stages."""
-    return jax.tree.map(lambda x: lax.psum(x, PIPE), where_there(stage.index == stage.num_stages - 1, sent))
+    return _sum_over_stages(where_there(stage.index == stage.num_stages - 1, sent))
+
+
+def _sum_over_stages(tree: PyTree) -> Any:
+    """The sums over stages, on the stream of hops, so that they lie over compute as hops do."""
+    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+        return jax.tree.map(lambda x: lax.psum(x, PIPE), tree)
 
 
 def _backward(at: _Tick, carry: _Carry, received: list[Array]) -> tuple[_Carry, list[Array]]:
@@ -304,7 +310,7 @@ def _shared_head(at: _Tick, carry: _Carry, ended: _Message) -> _Carry:
     assert carry.sums.grads is not None
     shared_grads = jax.tree.map(jnp.add, shared_of(carry.sums.grads), grads)
     carry = carry._replace(sums=sums._replace(grads=carry.sums.grads | shared_grads))
-    return at.put(carry, "outputs", [varying(lax.psum(x, PIPE)) for x in begun])
+    return at.put(carry, "outputs", varying(_sum_over_stages(begun)))
 
 
 def _weight(at: _Tick, carry: _Carry, stash: list[Array]) -> _Carry:

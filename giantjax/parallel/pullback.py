@@ -82,7 +82,7 @@ class Pullback:
                 for _ in range(layers.ndim):
                     # What is shared is never whole of more than a layer.
                     gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
-                return one and gradient(one)
+                return None if one is None else gradient(one)
 
             return jax.tree.map(make, group, dims, is_leaf=is_stash_or_none)
 
