@@ -136,7 +136,9 @@ def parse(kind: Any, arguments: list[str], default: Any = tyro.MISSING_NONPROP) 
     """tyro's reading of `arguments` as a `kind`, its complaint turned into one sentence."""
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     printed = io.StringIO()
-    with contextlib.redirect_stderr(printed), _wide_terminal():
+    # Help is for the terminal as wide as it is; complaints are taken apart below.
+    width = contextlib.nullcontext() if {"-h", "--help"} & set(arguments) else _wide_terminal()
+    with contextlib.redirect_stderr(printed), width:
         try:
             return tyro.cli(kind, default=default, args=arguments)
         except SystemExit as stop:
