@@ -109,7 +109,9 @@ def nodes_of(cluster: Cluster) -> Nodes:
 
 def _abstract_batch(config: RunConfig, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     samples, where = config.training.global_batch_size, NamedSharding(layout.mesh, BATCH_SPEC)
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
+    kinds: dict[str, Any] = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
+    kinds |= {"segment": jnp.int32} if config.data.reset_attention else {}
+    kinds |= {"position": jnp.int32} if config.data.reset_positions else {}
     positions = {
         name: jax.ShapeDtypeStruct((samples, config.model.sequence_length), dtype, sharding=where) for name, dtype in kinds.items()
     }

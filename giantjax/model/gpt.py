@@ -34,8 +34,8 @@ class Embedding(nnx.Module):
         self.position = matrix(positions, "position", "hidden", casts=False)
         self.comm = comm
 
-    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B s H"]:
-        """The sum of both embeddings, fp32."""
+    def __call__(self, tokens: Int[Array, "B S"], position: Int[Array, "B S"] | None = None) -> Float[Array, "B s H"]:
+        """The sum of both embeddings, fp32; `position` is each token's, by default its place in the sample."""
         rows = parameter_of(self.token)
         if self.comm.axis is None:
             looked_up = rows[tokens]
@@ -44,7 +44,8 @@ class Embedding(nnx.Module):
             own = tokens - self.comm.index() * rows.shape[0]
             held = (own >= 0) & (own < rows.shape[0])
             looked_up = self.comm.scatter_sequence(jnp.where(held[..., None], rows[jnp.where(held, own, 0)], 0))
-        return looked_up + self.position[...][own_part(self.comm, looked_up.shape[1])]
+        own_places = own_part(self.comm, looked_up.shape[1])
+        return looked_up + self.position[...][own_places if position is None else position[:, own_places]]
 
 
 class Head(nnx.Module):
@@ -133,12 +134,12 @@ def gpt(
         return params | {"blocks": jax.vmap(lambda layer_key: _pure(makers["blocks"](layer_key)))(layer_keys)}
 
     def embed(shared: Params, batch: Batch, step: Array | None) -> Array:
-        x = nnx.merge(graphs["embedding"], shared["embedding"])(batch["tokens"]).astype(dtype)
+        x = nnx.merge(graphs["embedding"], shared["embedding"])(batch["tokens"], batch.get("position")).astype(dtype)
         first = comm.index() * x.shape[1]
         return dropout(x, config.hidden_dropout, key_of(batch, step), config.num_layers, EMBEDDING, first)
 
     def block(shared: Params, params: Params, x: Array, layer: Array, batch: Batch, step: Array | None) -> Array:
-        return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step))
+        return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step), batch.get("segment"))
 
     def logits(shared: Params, x: Array) -> Array:
         token = nnx.merge(graphs["embedding"], shared["embedding"]).token

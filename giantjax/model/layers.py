@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig
 from giantjax.kernels.attention import causal_attention
@@ -127,12 +127,15 @@ class Attention(nnx.Module):
         self.output = Dense(output_key, heads, hidden, config.init_std / math.sqrt(2 * config.num_layers))
         self.rate = config.attention_dropout
 
-    def __call__(self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None) -> Float[Array, "B s H"]:
-        """Attention over the positions of each sample."""
+    def __call__(
+        self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None, segment: Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B s H"]:
+        """Attention over the positions of each sample, or of each of its segments."""
         qkv_BSCND = checkpoint_name(self.qkv.columns(self.comm, x), "qkv")
         q_BSND, k_BSND, v_BSND = (qkv_BSCND[:, :, i] for i in range(3))
         head = self.comm.index() * q_BSND.shape[2]
-        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS, head))
+        drop = lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS, head)  # noqa: E731
+        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, drop, segment)
         return self.output.rows(self.comm, checkpoint_name(context_BSND, "context"))
 
 
@@ -165,10 +168,15 @@ class Block(nnx.Module):
         self.feedforward = FeedForward(config, comm, feedforward_key)
         self.rate = config.hidden_dropout
 
-    def __call__(self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None = None) -> Float[Array, "B s H"]:
-        """The residual stream after this block; `layer` is the block's index, which dropout depends on."""
+    def __call__(
+        self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None = None, segment: Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B s H"]:
+        """The residual stream after this block; `layer` is the block's index, which dropout depends on.
+
+        `segment` numbers the documents of each sample, all positions of it; tokens then attend to their own.
+        """
         position = self.comm.index() * x.shape[1]
-        attended = self.attention(self.attention_norm(x), layer, key)
+        attended = self.attention(self.attention_norm(x), layer, key, segment)
         x = checkpoint_name(x + dropout(attended, self.rate, key, layer, ATTENTION_OUTPUT, position), "residual")
         fed = self.feedforward(self.feedforward_norm(x))
         return x + dropout(fed, self.rate, key, layer, FEEDFORWARD_OUTPUT, position)

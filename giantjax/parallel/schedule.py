@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Int
 
 from giantjax.errors import InputError, did_you_mean
-from giantjax.parallel.compact import compact
 from giantjax.parallel.schedule_file import read_schedule
 from giantjax.parallel.schedule_table import (
     IDLE,
@@ -97,20 +96,24 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     return _from_ticks("interleaved", forward_at, backward_at)
 
 
-def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+def zero_bubble(num_stages: int, num_microbatches: int, num_waiting: int | None = None) -> Schedule:
     """ZB-H1 (Qi et al., 2023) in lockstep: 1F1B whose weight gradients are computed apart, on all stages in the same ticks.
 
     Backward computes the gradient of its input alone. The weight gradient of microbatch m runs in tick m + 2S, one after
-    stage 0, the last of all, has its input gradient: (M + S - 1)(f + b) + M w in all, which no lockstep table betters.
-    A weight gradient that fell into other ticks on one stage than on another would be waited for twice.
+    stage 0, the last of all, has its input gradient: (M + S - 1)(f + b) + M w in all, which no table without switch ticks
+    betters. A weight gradient that fell into other ticks on one stage than on another would be waited for twice.
 
     As many microbatches as in 1F1B wait for backward, and at most S for their weight gradient, these on the last stage:
-    with both counted, at most 2S.
+    with both counted, at most 2S. With `num_waiting` v below S no more than v wait, and weight gradients take M + S - v
+    ticks: what lies between 1F1B and this.
     """
     _check_sizes(num_stages, num_microbatches)
+    if num_waiting is not None and num_waiting < 1:
+        raise InputError(f"{num_waiting} microbatches may wait for their weight gradients; each waits a tick, so at least 1 has to")
     microbatch, stage = np.indices((num_microbatches, num_stages))
     forward_at, backward_at = microbatch + stage, microbatch + 2 * num_stages - 1 - stage
-    return _from_ticks("zero-bubble", forward_at, backward_at, microbatch + 2 * num_stages)
+    weight_at = backward_at + np.minimum(stage + 1, num_waiting or num_stages)
+    return _from_ticks("zero-bubble", forward_at, backward_at, weight_at)
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -124,8 +127,7 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) ->
 def schedule_of_name(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule that `pipeline.schedule` names.
 
-    A file is run as it is where it joins actions of a tick and its stages agree in every tick on what kinds they do. One of
-    single actions or disagreeing stages is an order, not a table for lockstep, and compacted where that helps.
+    What a file comes to, `giantjax.parallel.schedule_file` says.
 
     Raises:
         InputError: there is none of that name, or it is for other stages, microbatches or chunks.
@@ -154,9 +156,7 @@ def _of_file(path: str, num_stages: int, num_microbatches: int, num_chunks: int)
             raise InputError(f"pipeline.schedule is {path}, a schedule of {found} {what}, but {field} is {given}")
     if not schedule.trains:
         raise InputError(f"pipeline.schedule is {path}, a schedule of forward actions alone, which trains nothing")
-    kinds_at_once = np.stack([schedule.table(kind) != IDLE for kind in KINDS]).sum(axis=0)
-    in_step = kinds_at_once.max() > 1 and all(segment.mode == "lockstep" for segment in schedule.segments())
-    return schedule if in_step else compact(schedule)
+    return schedule
 
 
 def _check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:

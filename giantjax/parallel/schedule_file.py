@@ -5,6 +5,9 @@ backward, `5I2` the gradient of the input and `5W2` that of the weights; a blank
 stage v % S, S being the number of rows. What runs in one tick is joined as PyTorch joins what it overlaps:
 `(5I2;5W1;5F6)OVERLAP_F_B`, run from left to right. Messages, gathered parameters and gradient sums (`1SEND_F0`, `0UNSHARD`)
 follow from the rest and are left out in reading, as PyTorch leaves them out of its own schedules until it runs them.
+
+A file in which any cell is joined is a table, a column a tick, and read as it stands. PyTorch's own are not: their rows
+are what each rank does next, and are brought into step (`giantjax.parallel.compact`).
 """
 
 import csv
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from giantjax.errors import InputError
-from giantjax.parallel.compact import laid_out
+from giantjax.parallel.compact import compact, laid_out
 from giantjax.parallel.schedule_table import IDLE, KINDS, Action, Kind, Schedule, validate
 
 WORK = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
@@ -34,17 +37,17 @@ class _Cell(NamedTuple):
     part: int
     letter: str
     microbatch: int
+    joined: bool
 
     def __str__(self) -> str:
         return f"{self.part}{self.letter}{self.microbatch}"
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in a file.
+    """The schedule in a file: the table in it, or its rows brought into step.
 
-    Where the file's columns can be ticks, they are. Otherwise (its rows are lists without blanks, or a result is used in
-    the column it is computed in) its rows are taken as orders and laid out, each action as early as its inputs allow. A
-    whole backward among split ones is taken as its two parts.
+    Rows are taken as orders where no cell is joined, or where a result is used in the column it is computed in. A whole
+    backward among split ones is taken as its two parts.
 
     Raises:
         InputError: there is no such file, or it holds no schedule for looped placement; the sentence names row, column and
@@ -61,8 +64,10 @@ def read_schedule(path: str | Path) -> Schedule:
     splits = any(cell.letter == "I" for cell in cells)
     orders = [[_actions(cells, len(grid), splits) for cells in row] for row in grid]
     num_chunks = num_parts // len(grid)
-    as_ticks = _ticks(path.name, num_microbatches, num_chunks, orders)
-    return as_ticks or laid_out(path.name, num_microbatches, num_chunks, [list(itertools.chain(*order)) for order in orders])
+    table = _table(path.name, num_microbatches, num_chunks, orders)
+    if table and any(cell.joined for cell in cells):
+        return table
+    return compact(laid_out(path.name, num_microbatches, num_chunks, [list(itertools.chain(*order)) for order in orders]))
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
@@ -73,18 +78,22 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """
     validate(schedule)
     letters = {"backward": "I" if schedule.splits_weight else "B", "weight": "W", "forward": "F"}
-    rows = []
-    for stage in range(schedule.num_stages):
-        row = []
-        for tick in range(schedule.num_ticks):
-            found = [(letters[kind], int(schedule.table(kind)[tick, stage])) for kind in KINDS]
-            places = [(letter, *divmod(cell, schedule.num_microbatches)) for letter, cell in found if cell != IDLE]
-            words = [f"{chunk * schedule.num_stages + stage}{letter}{microbatch}" for letter, chunk, microbatch in places]
-            row.append(f"({';'.join(words)})OVERLAP_F_B" if len(words) > 1 else "".join(words))
-        rows.append(row)
+    rows: list[list[list[str]]] = [[[] for _ in range(schedule.num_ticks)] for _ in range(schedule.num_stages)]
+    for tick, action in schedule.actions():
+        part = action.chunk * schedule.num_stages + action.stage
+        rows[action.stage][tick].append(f"{part}{letters[action.kind]}{action.microbatch}")
+    # Where a table has nothing to join, its first action is joined with nothing: that is what says that it is a table.
+    joins = any(len(words) > 1 for row in rows for words in row)
+    alone = None if joins else (0, min(tick for tick, words in enumerate(rows[0]) if words))
     try:
         with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
+            csv.writer(file).writerows(
+                [
+                    f"({';'.join(words)})OVERLAP_F_B" if len(words) > 1 or (row, tick) == alone else "".join(words)
+                    for tick, words in enumerate(cells)
+                ]
+                for row, cells in enumerate(rows)
+            )
     except OSError as error:
         raise InputError(f"{path}: the schedule cannot be written there: {error.strerror}") from error
 
@@ -121,7 +130,7 @@ def _cells(place: str, row: int, column: int, word: str) -> list[_Cell]:
                 f"{place} holds {word!r}, which is no action; actions are like 0F3 (forward), 0B3 (backward), 0I3 and 0W3 (its gradients "
                 "of input and weights), (0B3;0F5)OVERLAP_F_B for several in one tick, or blank"
             )
-        cells.append(_Cell(row, column, int(match[1]), match[2], int(match[3])))
+        cells.append(_Cell(row, column, int(match[1]), match[2], int(match[3]), joined is not None))
     return cells
 
 
@@ -170,7 +179,7 @@ def _actions(cells: Iterable[_Cell], num_stages: int, splits: bool) -> list[Acti
     return [Action(kind, cell.part % num_stages, cell.microbatch, cell.part // num_stages) for cell in cells for kind in kinds[cell.letter]]
 
 
-def _ticks(name: str, num_microbatches: int, num_chunks: int, orders: list[list[list[Action]]]) -> Schedule | None:
+def _table(name: str, num_microbatches: int, num_chunks: int, orders: list[list[list[Action]]]) -> Schedule | None:
     """The table whose ticks are the file's columns, if that is one."""
     tables = {kind: np.full((max(map(len, orders)), len(orders)), IDLE, np.int32) for kind in KINDS}
     for order in orders:

@@ -195,15 +195,20 @@ def in_flight(schedule: Schedule) -> Int[np.ndarray, "S"]:
 
 
 def text(schedule: Schedule) -> str:
-    """The table as text: a line a stage, a column a tick, `F3` and `B3` for the actions of microbatch 3."""
+    """The table as text: a line a stage, a column a tick, `F3`, `B3` and `W3` for the actions of microbatch 3, `F3.1` in chunk 1.
+
+    Ticks are numbered, with a slash behind those in which each stage runs its own cells alone.
+    """
     columns = []
-    for tick in range(schedule.num_ticks):
-        cells = []
-        for stage in range(schedule.num_stages):
-            found = [LETTERS[kind] + _cell_words(schedule, int(schedule.table(kind)[tick, stage])) for kind in KINDS]
-            cells.append(" ".join(word for word in found if len(word) > 1))
-        width = max(len(cell) for cell in [*cells, str(tick)])
-        columns.append([str(tick).rjust(width)] + [cell.ljust(width) for cell in cells])
+    for segment in schedule.segments():
+        for tick in range(segment.first, segment.stop):
+            cells = []
+            for stage in range(schedule.num_stages):
+                found = [LETTERS[kind] + _cell_words(schedule, int(schedule.table(kind)[tick, stage])) for kind in KINDS]
+                cells.append(" ".join(word for word in found if len(word) > 1))
+            number = f"{tick}/" if segment.mode == "switch" else f"{tick}"
+            width = max(map(len, [*cells, number]))
+            columns.append([number.rjust(width)] + [cell.ljust(width) for cell in cells])
     names = ["tick", *(f"stage {stage}" for stage in range(schedule.num_stages))]
     width = max(map(len, names))
     return "\n".join(" | ".join([name.ljust(width), *(column[row] for column in columns)]).rstrip() for row, name in enumerate(names))

@@ -31,6 +31,24 @@ def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
     return replace(config, mesh=mesh, pipeline=pipeline, training=training)
 
 
+def plan_of(config: RunConfig) -> Plan:
+    """The plan that `config` describes, its mesh resolved."""
+    return Plan(
+        pipe=config.mesh.pipe,
+        replica=config.mesh.replica,
+        data=config.mesh.data,
+        tensor=config.mesh.tensor,
+        microbatch_size=config.microbatch_size,
+        num_microbatches=config.num_microbatches,
+        schedule=config.pipeline.schedule,
+        num_chunks=config.pipeline.num_chunks,
+        head=config.pipeline.head,
+        recompute=config.training.recompute,
+        zero_stage=config.training.zero_stage,
+        compression=config.training.compression,
+    )
+
+
 def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes, like: Cluster | None = None) -> tuple[RunConfig, str | None]:
     """`config` with its mesh chosen where it asks for that, for the links of `like`, and a sentence that says so.
 

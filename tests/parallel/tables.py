@@ -49,6 +49,16 @@ MAKERS: list[Callable[[int, int], Schedule]] = [
 """Schedules of (number of stages, number of microbatches)."""
 
 
+def _alone() -> Schedule:
+    forward, backward, weight = np.full((3, 6, 2), IDLE, np.int32)
+    forward[[0, 1], 0] = forward[[1, 3], 1] = backward[[2, 4], 1] = backward[[3, 5], 0] = [0, 1]
+    return Schedule("alone", 2, 1, forward, backward, weight)
+
+
+ALONE = _alone()
+"""Two stages with two microbatches, one action a tick."""
+
+
 def random_table(num_stages: int, num_microbatches: int, num_chunks: int, splits: bool, seed: int) -> Schedule:
     """A valid table in which each stage does in each tick, of what it could do, whatever the dice say."""
     rng = np.random.default_rng(seed)

@@ -186,6 +186,34 @@ def _is_spec(value: object) -> bool:
     return isinstance(value, jax.sharding.PartitionSpec)
 
 
+def products(jaxpr: jax.extend.core.Jaxpr) -> Iterator[tuple[int, ...]]:
+    """Shapes of the results of all matrix products."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            result: Any = equation.outvars[0].aval
+            yield result.shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+def test_zero_bubble_computes_gradients_of_weights_in_ticks_of_their_own() -> None:
+    """Ticks without a weight action multiply nothing to the shape of a block's weight; those with one do, for all layers at once."""
+    case = Case(pipe=2, dropout=0.0, microbatches=6, layers=4, schedule="zero-bubble", head="untied")
+    weights = {(32, 3, 8, 4), (8, 4, 32), (32, 128), (128, 32)}
+    runs = [run for run in pipeline.ticks_of(schedule_of(case), False).runs if "backward" in run.kinds]
+    loops = list(tick_loops(traced(case).jaxpr.jaxpr))
+    assert len(loops) == len(runs) and any("weight" not in run.kinds for run in runs)
+    for run, loop in zip(runs, loops, strict=True):
+        body = loop.params["jaxpr"]
+        found = [
+            shape
+            for shape in products(getattr(body, "jaxpr", body))
+            if shape[-4:] in weights or shape[-2:] in weights or shape[-3:] in weights
+        ]
+        # Results of layers together have a dim for them.
+        assert {shape[1:] for shape in found} == (weights if "weight" in run.kinds else set())
+
+
 EVERY_SCHEDULE = (
     Case(pipe=4, microbatches=6),
     Case(pipe=4, microbatches=3, schedule="gpipe"),

@@ -137,3 +137,21 @@ def test_schedules_have_names():
         InputError, match=r"pipeline.num_chunks is 2, but schedule zero-bubble has 1 chunk a stage; only interleaved has more"
     ):
         schedule_of_name("zero-bubble", 2, 3, 2)
+
+
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES, st.integers(1, 8))
+def test_zero_bubble_of_fewer_waiting_weight_gradients_lies_between(num_stages, num_microbatches, num_waiting):
+    """(M + S - v) w for weight gradients, v of them waiting at most, and in step unless there is too little to do."""
+    schedule = zero_bubble(num_stages, num_microbatches, num_waiting)
+    validate(schedule)
+    waiting = min(num_waiting, num_stages)
+    assert weight_slots(schedule).number == min(waiting, num_microbatches)
+    assert ticks_with(schedule)["weight"] == num_microbatches + num_stages - waiting
+    if num_microbatches > waiting:
+        assert {segment.mode for segment in schedule.segments()} == {"lockstep"}
+
+
+def test_weight_gradients_that_do_not_wait_are_refused():
+    with pytest.raises(InputError, match="0 microbatches may wait for their weight gradients; each waits a tick, so at least 1 has to"):
+        zero_bubble(2, 4, 0)

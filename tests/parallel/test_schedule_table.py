@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from giantjax.errors import InputError
 from giantjax.parallel.schedule import IDLE, KINDS, Action, Schedule, dependencies, gpipe, one_forward_one_backward, text, validate
-from tests.parallel.tables import MAKERS, MICROBATCHES, STAGES, any_tables, chunked, split
+from tests.parallel.tables import ALONE, MAKERS, MICROBATCHES, STAGES, any_tables, chunked, split
 
 
 @settings(deadline=None)
@@ -194,12 +194,9 @@ def test_segments_are_the_longest_runs_of_the_same_kinds_and_mode(schedule):
 
 
 def test_stages_that_do_one_thing_each_are_switched():
-    """Two stages, one action a tick, as each would run alone: in tick 3 one goes backward while the other goes forward."""
-    forward, backward = np.full((2, 6, 2), IDLE)
-    forward[[0, 1], 0] = forward[[1, 3], 1] = backward[[2, 4], 1] = backward[[3, 5], 0] = [0, 1]
-    schedule = Schedule("alone", 2, 1, forward, backward, np.full_like(forward, IDLE))
-    validate(schedule)
-    assert schedule.segments() == [
+    """In tick 3 one stage goes backward while the other goes forward."""
+    validate(ALONE)
+    assert ALONE.segments() == [
         (0, 2, ("forward",), "lockstep"),
         (2, 3, ("backward",), "lockstep"),
         (3, 4, ("backward", "forward"), "switch"),
@@ -227,10 +224,15 @@ def test_text_of_1f1b():
     ]
 
 
-def test_text_shows_chunks_and_weight_gradients():
+def test_text_shows_chunks_weight_gradients_and_switch_ticks():
     assert text(chunked(1, 1)).splitlines() == [
         "tick    |    0 |    1 |    2 |    3",
         "stage 0 | F0.0 | F0.1 | B0.1 | B0.0",
+    ]
+    assert text(ALONE).splitlines() == [
+        "tick    |  0 |  1 |  2 | 3/ |  4 |  5",
+        "stage 0 | F0 | F1 |    | B0 |    | B1",
+        "stage 1 |    | F0 | B0 | F1 | B1 |",
     ]
     assert text(split(1, 2)).splitlines() == [
         "tick    |  0 |     1 |     2 |  3",

@@ -24,7 +24,7 @@ from giantjax.parallel.schedule import (
 )
 from giantjax.parallel.simulate import Costs, Link, Sends, asynchronous, lockstep
 from giantjax.parallel.timeline import Timeline
-from tests.parallel.tables import MICROBATCHES, STAGES, any_tables, chunked, split
+from tests.parallel.tables import ALONE, MICROBATCHES, STAGES, any_tables, chunked, split
 
 FEW = st.integers(1, 12)
 SECONDS = st.floats(0.1, 10)
@@ -171,11 +171,8 @@ def test_a_message_travels_beside_weight_gradients_too():
 
 def test_switch_ticks_by_hand():
     """Two stages that do one thing each, two microbatches, f = 2, b = 3, hop 1: ticks F F B BF B B, the fourth a switch."""
-    forward, backward = np.full((2, 6, 2), IDLE)
-    forward[[0, 1], 0] = forward[[1, 3], 1] = backward[[2, 4], 1] = backward[[3, 5], 0] = [0, 1]
-    schedule = Schedule("alone", 2, 1, forward, backward, np.full_like(forward, IDLE))
-    assert lockstep(schedule, Costs(2, 3)).step_time == 2 + 2 + 3 + max(2, 3) + 3 + 3
-    timeline = lockstep(schedule, Costs(2, 3, link=slow(1)))
+    assert lockstep(ALONE, Costs(2, 3)).step_time == 2 + 2 + 3 + max(2, 3) + 3 + 3
+    timeline = lockstep(ALONE, Costs(2, 3, link=slow(1)))
     # Stage 1 waits for F0; F1 travels beside B0 of stage 1, whose result the whole fourth tick waits for; B1 last of all.
     assert [(event.start, event.end) for event in timeline.events] == [(0, 2), (3, 5), (9, 12), (16, 19), (3, 5), (5, 8), (9, 11), (12, 15)]
     assert [(str(transfer.action)[:8], transfer.exposed) for transfer in timeline.transfers] == [

@@ -100,6 +100,15 @@ def test_no_message_waits_in_schedules_of_whole_groups(num_stages, num_microbatc
             assert (slots.write == IDLE).all() and (slots.read == IDLE).all()
 
 
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES, st.integers(1, 4))
+def test_no_more_messages_wait_than_the_largest_group_has_above_the_stages(num_stages, num_microbatches, num_chunks):
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    largest = -(-num_microbatches // max(1, num_microbatches // num_stages))
+    for kind in ("forward", "backward"):
+        assert inbox_slots(schedule, kind).number <= max(0, largest - num_stages)
+
+
 def test_messages_between_chunks_of_a_large_group_wait():
     """Two stages and a group of three: chunk 1 begins a tick after the first result of chunk 0 is there."""
     slots = inbox_slots(interleaved(2, 3, 2), "forward")
