@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from giantjax.config import MeshConfig
+from giantjax import runtime
+from giantjax.config import MeshConfig, RuntimeConfig
 from giantjax.parallel.communication import Communication, column_parallel, own_part, row_parallel
 from giantjax.parallel.mesh import build_mesh
 from giantjax.parallel.stages import Model
@@ -52,6 +53,6 @@ def main() -> list[float]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4)
+    runtime.start(RuntimeConfig(num_cpu_devices=4))
     losses = main()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats")

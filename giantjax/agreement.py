@@ -10,7 +10,7 @@ from typing import Any
 import giantjax
 from giantjax.cluster import Cluster, Machine
 from giantjax.config import RunConfig
-from giantjax.data.sources import Source, fingerprint
+from giantjax.data.corpora import Source, fingerprint
 from giantjax.errors import InputError
 from giantjax.fields import leaves
 from giantjax.parallel.nodes import Nodes, find_nodes, nodes_from, resolve, survey

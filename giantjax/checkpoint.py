@@ -67,6 +67,8 @@ class Position:
     """Fingerprint of the training data."""
     config: dict[str, Any]
     """The resolved configuration."""
+    consumed_tokens: int | None = None
+    """Tokens of those samples that were trained on; None, as in older checkpoints, is all of them."""
 
 
 class CheckpointStore:

@@ -32,7 +32,7 @@ COMMON = frozenset(
         *("training.num_steps", "training.global_batch_size", "training.eval_every", "training.zero_stage"),
         *("training.precision", "training.recompute", "optimizer.learning_rate", "optimizer.warmup"),
         *("mesh.pipe", "mesh.data", "mesh.tensor", "mesh.replica", "pipeline.schedule", "pipeline.num_microbatches"),
-        *("data.train", "data.validation", "checkpoint.every", "checkpoint.keep", "checkpoint.accept_change"),
+        *("data.train", "data.validation", "data.split", "checkpoint.every", "checkpoint.keep", "checkpoint.accept_change"),
         "runtime.num_cpu_devices",
     )
 )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from giantjax.cluster import Cluster
-from giantjax.compile_report import STEADY, Carried, Compute, Hop, Memory, Report, Use, show
+from giantjax.compile_report import STEADY, Carried, Compute, Hop, Memory, Report, Sum, Use, show
 from giantjax.config import RunConfig
 from giantjax.errors import InputError
 from giantjax.hlo import Program, parse
@@ -36,6 +36,9 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 RESERVED = 2**30
 """Bytes kept free of what JAX may take: NCCL's buffers, workspaces of matrix products, and what fragments leave unused. The
 part of the memory that `runtime.memory_fraction` leaves out holds the CUDA context."""
+
+SCALARS = 1024
+"""Bytes up to which a sum is of a few numbers."""
 
 
 class Lowered(NamedTuple):
@@ -96,7 +99,9 @@ def nodes_of(cluster: Cluster) -> Nodes:
 
 def _abstract_batch(config: RunConfig, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     samples, where = config.training.global_batch_size, NamedSharding(layout.mesh, BATCH_SPEC)
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
+    kinds: dict[str, Any] = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
+    kinds |= {"segment": jnp.int32} if config.data.reset_attention else {}
+    kinds |= {"position": jnp.int32} if config.data.reset_positions else {}
     positions = {
         name: jax.ShapeDtypeStruct((samples, config.model.sequence_length), dtype, sharding=where) for name, dtype in kinds.items()
     }
@@ -152,6 +157,8 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
     degrees = {axis: layout.mesh.shape[axis] for axis in AXES}
     program = parse(compiled.as_text() or "")
     found = collectives(program)
+    positions = config.microbatch_size * config.model.sequence_length
+    of_head = [each for each in found if _is_of_shared_head(each, degrees, positions, config.model.hidden_size)]
     across = traffic(found, nodes).across
     of_node = Counter[int]()
     for node, sent in zip(nodes, across.tolist(), strict=True):
@@ -165,7 +172,6 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         analysis.temp_size_in_bytes,
         usable_bytes(config, lowered.cluster),
     )
-    positions = config.microbatch_size * config.model.sequence_length
     width = jnp.dtype(DTYPES[lowered.compute]).itemsize
     return Report(
         config=config,
@@ -178,10 +184,13 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         busiest_node=max(of_node.values()),
         busiest_device=float(across.max()),
         hops=_hops(program, degrees),
+        head_bytes=float(traffic(of_head, nodes).across.sum()),
+        head_bytes_in_loops=float(traffic([each for each in of_head if each.in_loop], nodes).across.sum()),
+        gradient_sums=_gradient_sums(program, degrees),
         gradient_sums_in_loops=tuple(
             f"{each.kind} of {', '.join(map(str, each.payload))} over {' and '.join(axes_of(each, degrees))}, {each.times} times"
             for each in found
-            if _sums_gradients_in_loop(each, degrees, positions)
+            if _sums_gradients_in_loop(each, degrees, positions, layout.zero_stage)
         ),
         carried=_carried(program),
         slice_bytes=positions * config.model.hidden_size * width // config.mesh.tensor,
@@ -204,6 +213,15 @@ def _uses(found: list[Collective], nodes: list[int], degrees: dict[str, int]) ->
     return tuple(sorted(uses, key=lambda use: (-use.across, -use.inside)))
 
 
+def _gradient_sums(program: Program, degrees: dict[str, int]) -> tuple[Sum, ...]:
+    found = [
+        window
+        for window in windows(program, ("all-reduce", "reduce-scatter", "all-to-all"))
+        if not window.collective.in_loop and "replica" in axes_of(window.collective, degrees) and window.collective.num_bytes > SCALARS
+    ]
+    return tuple(Sum(window.collective.num_bytes, flops(program, window.computation, window.between)) for window in found)
+
+
 def _hops(program: Program, degrees: dict[str, int]) -> tuple[Hop, ...]:
     by_computation: dict[str, list[Window]] = {}
     for window in windows(program):
@@ -217,7 +235,7 @@ def _hops_of_tick(program: Program, together: list[Window], degrees: dict[str, i
     directions = [_direction(window.collective, degrees) for window in together]
     arrivals = [window.end.name for window, direction in zip(together, directions, strict=True) if direction == "forward"]
     needing = dependents(program, place, arrivals)
-    steady, found = len(set(directions)) == 2, []
+    steady, found = len(set(directions)) == 2 and together[0].collective.in_loop, []
     for window, direction in zip(together, directions, strict=True):
         # What the hop is to lie over: in a tick with both directions the other one's work, else anything.
         of = tuple(each for each in program.computations[place] if not steady or (each.name in needing) == (direction == "backward"))
@@ -235,15 +253,26 @@ def _direction(hop: Collective, degrees: dict[str, int]) -> Literal["forward", "
     return "forward" if source < target else "backward"
 
 
-def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int) -> bool:
+def _is_of_shared_head(each: Collective, degrees: dict[str, int], positions: int, hidden: int) -> bool:
+    """Whether all stages sum a device's part of a boundary, or up to three numbers a position, as they do to share the head."""
+    if each.kind != "all-reduce" or "pipe" not in axes_of(each, degrees) or set(axes_of(each, degrees)) > {"pipe", "tensor"}:
+        return False
+    sizes = [shape.size for shape in each.payload]
+    return all(size == positions * hidden // degrees["tensor"] or size in (positions, 2 * positions, 3 * positions) for size in sizes)
+
+
+def _sums_gradients_in_loop(each: Collective, degrees: dict[str, int], positions: int, zero_stage: int) -> bool:
     """Whether a sum in a loop joins devices with other samples or stages, or is of something else than activations.
 
-    Devices that share layers sum whole activations by reduce-scatter, and up to three numbers a position by all-reduce.
+    Devices that share layers sum whole activations by reduce-scatter, and up to three numbers a position by all-reduce. From ZeRO 2 on
+    those that share gradients scatter them.
     """
     if not each.in_loop or each.kind not in ("all-reduce", "reduce-scatter"):
         return False
     elements = sum(shape.size for shape in each.payload)
     others = set(axes_of(each, degrees)) - {"tensor"}
+    if zero_stage >= 2 and each.kind == "reduce-scatter" and others == {"data"}:
+        return False
     return bool(others) or (each.kind == "all-reduce" and (elements % positions != 0 or elements > 3 * positions))
 
 

@@ -56,12 +56,21 @@ class Hop(NamedTuple):
 
     direction: Literal["forward", "backward"]
     steady: bool
-    """Whether the loop has hops, and so work, of both directions."""
+    """Whether it stands in a loop that has hops, and so work, of both directions."""
     times: int
     hidden: float
     """Share, 0 to 1, of the matrix products that run while it travels: of the other direction's in a steady loop, else of all."""
     num_bytes: int
     """A device sends."""
+
+
+class Sum(NamedTuple):
+    """A sum of gradients over replicas."""
+
+    num_bytes: int
+    """A device puts in."""
+    flops: float
+    """Floating-point operations of matrix products that run between its start and its end."""
 
 
 class Carried(NamedTuple):
@@ -89,6 +98,12 @@ class Report:
     busiest_device: float
     """The same of a device."""
     hops: tuple[Hop, ...]
+    head_bytes: float
+    """Between nodes, of all stages sharing the head."""
+    head_bytes_in_loops: float
+    """Of those, what is sent in loops over ticks."""
+    gradient_sums: tuple[Sum, ...]
+    """Of gradients, over replicas, after the loops over ticks."""
     gradient_sums_in_loops: tuple[str, ...]
     """Sums of gradients that run in every tick; there should be none."""
     carried: tuple[Carried, ...]
@@ -122,17 +137,24 @@ class Report:
     @property
     def gradient_bytes(self) -> float:
         """Of the bytes between nodes, those of sums and gathers after the loop over ticks: gradients, and a few numbers."""
-        return sum(use.across for use in self.uses if use.kind not in HOPS and not use.in_loop)
+        sums = sum(use.across for use in self.uses if use.kind not in HOPS and not use.in_loop)
+        return sums - (self.head_bytes - self.head_bytes_in_loops)
 
     @property
     def other_bytes(self) -> float:
-        """Of the bytes between nodes, those that neither hops nor sums of gradients send; there should be none."""
-        return self.network_bytes - self.boundary_bytes - self.gradient_bytes
+        """Of the bytes between nodes, those that neither hops nor a shared head nor sums of gradients send; there should be none."""
+        return self.network_bytes - self.boundary_bytes - self.head_bytes - self.gradient_bytes
 
     @property
     def network_ratio(self) -> float:
         """Bytes between nodes over what the mesh alone says must cross; 1 where there is nothing to cross."""
         return self.network_bytes / self.foretold.total if self.foretold.total else 1.0
+
+    @property
+    def overlapped_sums(self) -> float:
+        """Share of the bytes of `gradient_sums` whose sum lies over matrix products; 0 where there are none."""
+        whole = sum(each.num_bytes for each in self.gradient_sums)
+        return sum(each.num_bytes for each in self.gradient_sums if each.flops) / whole if whole else 0.0
 
     @property
     def sends_slices(self) -> bool:
@@ -190,8 +212,13 @@ def show(report: Report) -> None:
             f"hops: {in_words(report.hops[0].num_bytes)} a device; {report.hidden('forward'):.1%} of the backward products run while a "
             f"result travels forward, {report.hidden('backward'):.1%} of the forward products while one travels back"
         )
+    if report.gradient_sums:
+        console.print(
+            f"sums of gradients over replicas: {in_words(sum(each.num_bytes for each in report.gradient_sums))} a device, "
+            f"{report.overlapped_sums:.0%} of it while matrix products of the last backward pass run"
+        )
     sums = report.gradient_sums_in_loops
     console.print(f"sums of gradients in ticks: {'; '.join(sums) if sums else 'none'}")
 
 
-__all__ = ["STEADY", "Carried", "Compute", "Hop", "Memory", "Report", "Use", "show"]
+__all__ = ["STEADY", "Carried", "Compute", "Hop", "Memory", "Report", "Sum", "Use", "show"]

@@ -12,16 +12,17 @@ from jaxtyping import Array, Float, Int
 
 from giantjax.model.gpt import GPT
 from giantjax.parallel.mesh import AXES, BATCH_AXES
-from giantjax.parallel.pipeline import run_schedule, varying, varying_axes
+from giantjax.parallel.pipeline import run_schedule
 from giantjax.parallel.schedule import forward_only
 from giantjax.parallel.stages import Batch, Params
+from giantjax.parallel.varying import varying, varying_axes
 from giantjax.training.restore import Trained
 from giantjax.training.state import Layout
 
 
 def build_next_logits(model: GPT, layout: Layout, vocabulary_size: int) -> jax.stages.Wrapped:
     """parameters, tokens int32 [B, S], place -> fp32 logits [B, vocabulary_size] of what follows the token at `place`."""
-    table = forward_only(len(layout.layers), 1)
+    table = forward_only(len(layout.layers), 1, layout.num_chunks)
 
     def next_logits(params: Params, tokens: Int[Array, "B S"], place: Int[Array, ""]) -> Float[Array, "B V"]:
         def at_place(shared: Params, x: Array, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:

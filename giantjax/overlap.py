@@ -73,9 +73,9 @@ def _payload(program: Program, computation: str, each: Instruction) -> tuple[Sha
     return tuple(shape for operand in inputs for shape in program.find(computation, operand).shapes)
 
 
-def windows(program: Program) -> list[Window]:
-    """Each hop's start and end, with what is scheduled between them: nothing where it is waited for at once."""
-    hops = {(hop.computation, hop.instruction.name): hop for hop in collectives(program) if hop.kind in HOPS}
+def windows(program: Program, kinds: tuple[str, ...] = HOPS) -> list[Window]:
+    """Start and end of each collective of these kinds, with what is scheduled between: nothing where it is waited for at once."""
+    hops = {(hop.computation, hop.instruction.name): hop for hop in collectives(program) if hop.kind in kinds}
     found = []
     for name in program.runs:
         body = program.computations[name]
@@ -87,7 +87,7 @@ def windows(program: Program) -> list[Window]:
             elif hop and _is_wrapped(program, name):
                 continue
             if hop:
-                end = each if each.opcode == "collective-permute" else _end(body[place + 1 :], each)
+                end = each if each.opcode == hop.kind and hop.kind not in ("send", "recv") else _end(body[place + 1 :], each)
                 found.append(Window(name, each, end, hop, body[place + 1 : max(place + 1, program.place(name, end.name))]))
     return found
 

@@ -13,6 +13,9 @@ from giantjax.launch import Job
 
 SHUTDOWN_SECONDS = 60
 """For which a process that ends waits for the others."""
+THREADS_PER_CPU_DEVICE = 32
+"""XLA's CPU runtime starts collectives that do not depend on each other side by side, and each holds a thread until all devices have
+come to it; with a thread a device, which is its default on few cores, devices that wait for different ones wait for ever."""
 
 
 def cache_folder() -> Path:
@@ -65,6 +68,8 @@ def start(config: RuntimeConfig, job: Job | None = None, visible: Sequence[int] 
         # The variable counts only where jax was not imported before.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+    if (num_devices := config.num_cpu_devices or 1) > 1 or (job and job.num_processes > 1):
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_devices))
     if config.compilation_cache != "off":
         folder = cache_folder() / "compiled" if config.compilation_cache == "auto" else Path(config.compilation_cache)
         try:

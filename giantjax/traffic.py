@@ -69,10 +69,13 @@ class Foretold(NamedTuple):
     """fp32 gradients of parameters that several nodes hold: of k nodes each sends 2 (k - 1) / k of them, however many of its
     devices hold them too, and under ZeRO as gradients out and parameters back."""
 
+    head: float = 0.0
+    """Where all stages share the head, each microbatch's last boundary summed over stages, and its cotangents, each device its slice."""
+
     @property
     def total(self) -> float:
-        """Both."""
-        return self.boundaries + self.gradients
+        """All."""
+        return self.boundaries + self.gradients + self.head
 
 
 def foretell(config: RunConfig, layout: Layout, nodes: Nodes, width: int) -> Foretold:
@@ -94,7 +97,15 @@ def foretell(config: RunConfig, layout: Layout, nodes: Nodes, width: int) -> For
             gradients += 2 * own * _crossings(where, [axis for axis in others if axis != "replica"])
             rounded = own * BYTES_A_VALUE[layout.reduction.compression] / 4
             gradients += 2 * rounded * _crossings(where, ["replica"]) / math.prod(degrees[axis] for axis in others if axis in INSIDE)
-    return Foretold(2 * crossings * config.num_microbatches * piece, gradients)
+    around = int((where[0] != where[-1]).sum()) if config.pipeline.num_chunks > 1 else 0
+    messages = config.num_microbatches * config.pipeline.num_chunks
+    head = 0.0
+    if config.pipeline.head == "shared" and config.mesh.pipe > 1:
+        stages = np.moveaxis(where, AXES.index("pipe"), 0).reshape(config.mesh.pipe, -1)
+        nodes_of_rings = [len(set(ring)) for ring in stages.T.tolist()]
+        ends = sum(number for number in nodes_of_rings if number > 1)
+        head = 4 * config.num_microbatches * piece * ends * (config.mesh.pipe - 1) / config.mesh.pipe
+    return Foretold(2 * (crossings + around) * messages * piece, gradients, head)
 
 
 def _crossings(where: np.ndarray, axes: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from giantjax import command_line
 from giantjax.benchmarks.comparison import Published, published
 from giantjax.benchmarks.compression import Compressed, compression
+from giantjax.benchmarks.data import Data, data
 from giantjax.benchmarks.learning import Learning, learning
 from giantjax.benchmarks.memory import Estimates, estimates
 from giantjax.benchmarks.pipeline import Pipeline, pipeline
@@ -16,6 +17,7 @@ from giantjax.errors import InputError, did_you_mean
 
 BENCHMARKS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "compression": (Compressed, compression),
+    "data": (Data, data),
     "learning": (Learning, learning),
     "memory": (Estimates, estimates),
     "pipeline": (Pipeline, pipeline),

@@ -7,7 +7,6 @@ from typing import Literal
 
 from giantjax import command_line, runtime
 from giantjax.config import RunConfig, RuntimeConfig
-from giantjax.data.indexed import TokenizerRecord
 from giantjax.errors import InputError
 
 
@@ -44,19 +43,17 @@ class Arguments:
 def main() -> int:
     """Print the prompt and what follows it."""
     arguments = command_line.parse(Arguments, sys.argv[1:])
-    from giantjax.training.run_directory import RunDirectory, read_record
+    from giantjax.training.run_directory import RunDirectory, read_record, tokenizer_of
 
     run = RunDirectory(Path(arguments.run))
     config = read_record(run, run.config, RunConfig)
     runtime_config, mesh = (whole(config), config.mesh) if arguments.mesh == "run" else (RuntimeConfig(), None)
-    record = read_record(run, run.tokenizer, TokenizerRecord)
+    tokenizer = tokenizer_of(run)
     runtime.start(runtime_config)
 
-    from giantjax.data.tokenizer import load_tokenizer
     from giantjax.generate import generate
     from giantjax.training.restore import load_trained
 
-    tokenizer = load_tokenizer(record.tokenizer)
     trained = load_trained(run, mesh)
     prompt = tokenizer.encode(arguments.prompt)
     found = [int(token) for token in prompt]

@@ -1,147 +1,86 @@
 """Text files to an indexed corpus: python scripts/prepare_data.py FILE... --output PREFIX."""
 
-import contextlib
-import os
 import signal
-import stat
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Literal
 
-import numpy as np
 import tyro
-from rich.console import Console
-from rich.progress import Progress
 
 from giantjax import command_line
-from giantjax.data.indexed import TokenizerRecord, without_ending
-from giantjax.data.indexed_writer import refuse_existing, write_indexed
-from giantjax.data.tokenizer import Tokenizer, load_tokenizer
-from giantjax.errors import InputError
-
-# Bytes of text in memory at a time.
-PIECE = 1 << 20
+from giantjax.data.encode import Rules
+from giantjax.data.prepare import prepare
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Turn text files, each one document, into PREFIX.bin and PREFIX.idx for --data.train PREFIX."""
+    """Turn text files and JSON lines, compressed or not, into PREFIX.bin and PREFIX.idx for --data.train PREFIX."""
 
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE...")]
-    """Text files; the corpus holds them in this order."""
+    """Text files, each one document, and files of JSON lines, each of whose objects holds one; by gzip or Zstandard compressed
+    ones too. The corpus holds them in this order."""
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
-    """Path of the corpus without .bin or .idx; its folder is made if need be. Nothing is overwritten."""
+    """Path of the corpus without .bin or .idx; its folder is made if need be. Nothing is overwritten. After a kill, the same command
+    goes on from PREFIX.partial."""
     tokenizer: str = "bytes"
-    """What makes token ids of the text: bytes."""
+    """What makes token ids of the text: bytes; bpe:SIZE, a byte-level BPE of SIZE ids trained on the text; the file of a vocabulary,
+    or its folder: tokenizer.json, tokenizer.model, vocab.txt, RANKS.tiktoken, vocab.json with merges.txt, encoder.json with vocab.bpe;
+    or, where a name does not tell, KIND:PATH with the kind huggingface, sentencepiece, wordpiece, tiktoken or gpt2."""
+    end_of_document: str | None = None
+    """Token of the vocabulary, or its id, that ends each document; None is the usual one of the vocabulary, else a new id."""
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    """Format of every FILE; auto takes .jsonl, .ndjson and .json, also before .gz or .zst, for JSON lines."""
+    json_key: str = "text"
+    """Key of the text in JSON lines."""
+    bad_utf8: Literal["refuse", "replace"] = "refuse"
+    """What is done with bytes that are not UTF-8; replace puts U+FFFD in their place."""
+    num_processes: int = 1
+    """Processes that encode; the result does not depend on their number."""
+
+
+class Stop:
+    """Set by the first SIGTERM or SIGINT; a second one acts as in any other program."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+
+    def _set(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def is_set(self) -> bool:
+        """Whether there was one."""
+        return bool(self.signal)
 
 
 def main() -> int:
     """Check all that can be checked first, then write."""
     arguments = command_line.parse(Arguments, sys.argv[1:])
-    # A polite kill cleans up as an error does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    check_inputs(arguments.inputs)
-    prefix = check_output(arguments.output)
-    with folder_of(prefix):
-        num_documents, num_tokens, num_bytes = prepare(arguments.inputs, tokenizer, prefix)
-    print(f"{num_documents:,} documents, {num_tokens:,} tokens of {num_bytes:,} bytes of text in {prefix}.bin and {prefix}.idx")
+    stop = Stop()
+    prepared = prepare(
+        arguments.inputs,
+        arguments.output,
+        arguments.tokenizer,
+        format=arguments.format,
+        rules=Rules(arguments.json_key, arguments.bad_utf8),
+        end_of_document=arguments.end_of_document,
+        num_processes=arguments.num_processes,
+        stop=stop.is_set,
+    )
+    if prepared is None:
+        print(f"stopped; the same command goes on from {arguments.output}.partial", file=sys.stderr)
+        return 128 + stop.signal
+    left_out = f", {prepared.num_empty:,} empty ones left out," if prepared.num_empty else ","
+    print(
+        f"{prepared.num_documents:,} documents{left_out} {prepared.num_tokens:,} tokens of {prepared.num_bytes:,} bytes of text in "
+        f"{prepared.prefix}.bin and {prepared.prefix}.idx"
+    )
+    if arguments.tokenizer.startswith("bpe:"):
+        print(f"a tokenizer of {prepared.vocabulary_size:,} ids, trained on that text, in {prepared.prefix}.tokenizer.json")
     return 0
-
-
-def check_inputs(paths: tuple[str, ...]) -> None:
-    """Raise InputError unless each path is a file of its own that can be read and holds something."""
-    if not paths:
-        raise InputError("no FILE was given; name the text files to prepare")
-    seen: dict[tuple[int, int], str] = {}
-    for path in paths:
-        try:
-            found = os.stat(path)
-            if stat.S_ISDIR(found.st_mode):
-                raise InputError(f"{path} is a folder; name the text files in it, such as {os.path.join(path, '*.txt')}")
-            if not stat.S_ISREG(found.st_mode):
-                raise InputError(f"{path} is no regular file; write what it gives to a file first")
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from error
-        if found.st_size == 0:
-            raise InputError(f"{path} is empty; leave it out")
-        # The same file under another name is still the same text.
-        identity = (found.st_dev, found.st_ino)
-        if identity in seen:
-            again = "" if seen[identity] == path else f", the second time as {path}"
-            raise InputError(f"{seen[identity]} was given twice{again}; name it once")
-        seen[identity] = path
-
-
-def check_output(output: str) -> str:
-    """The PREFIX to write.
-
-    Raises:
-        InputError: it names a folder, or something is there already.
-    """
-    prefix = without_ending(output)
-    if not os.path.basename(prefix) or os.path.isdir(prefix):
-        raise InputError(f"--output is {output!r}, a folder; add a name for the corpus, such as {os.path.join(output, 'train')}")
-    refuse_existing(prefix)
-    return prefix
-
-
-@contextlib.contextmanager
-def folder_of(prefix: str) -> Iterator[None]:
-    """Make the folder of PREFIX where it is missing, and take it back when the block raises.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    folder = Path(prefix).parent
-    made: list[Path] = []
-    try:
-        try:
-            made += [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--output is {prefix}, but its folder {folder} cannot be made: {error.strerror}") from error
-        yield
-    except BaseException:
-        for path in made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
-
-
-def prepare(inputs: tuple[str, ...], tokenizer: Tokenizer, prefix: str) -> tuple[int, int, int]:
-    """Write each input as one document that ends with the tokenizer's end of document; (documents, tokens, bytes of text)."""
-    record = TokenizerRecord(tokenizer.name, tokenizer.vocabulary_size, tokenizer.end_of_document)
-    end = np.array([tokenizer.end_of_document], np.int32)
-    num_bytes, total = 0, sum(os.path.getsize(path) for path in inputs)
-    console = Console(stderr=True)
-    with (
-        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
-        write_indexed(prefix, record) as writer,
-    ):
-        task = progress.add_task(f"preparing {os.path.basename(prefix)}", total=total)
-        for path in inputs:
-            for piece in read_pieces(path):
-                writer.append(tokenizer.encode(piece))
-                num_bytes += len(piece)
-                progress.update(task, completed=num_bytes)
-            writer.append(end)
-            writer.end_document()
-    return writer.num_documents, writer.num_tokens, num_bytes
-
-
-def read_pieces(path: str) -> Iterator[bytes]:
-    """The bytes of a file, up to PIECE at a time."""
-    try:
-        with open(path, "rb") as file:
-            while piece := file.read(PIECE):
-                yield piece
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

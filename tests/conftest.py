@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from giantjax.launch import LAUNCHERS
+from giantjax.runtime import THREADS_PER_CPU_DEVICE
 
 # A test is a process of its own, whatever launcher started the shell.
 for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))] + [*LAUNCHERS, "WORLD_SIZE", "NUM_WORKER"]:
@@ -21,6 +22,8 @@ if jax.__version_info__ < (0, 11):  # later versions do not know this flag, and 
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
+# As runs set it for as many devices.
+os.environ["PJRT_NPROC"] = str(8 * THREADS_PER_CPU_DEVICE)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -16,7 +16,10 @@ from jax.sharding import Mesh
 from giantjax.config import ModelConfig
 from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.communication import Communication
+from giantjax.parallel.compact import laid_out
 from giantjax.parallel.mesh import AXES
+from giantjax.parallel.orders import interleaved_orders, megatron_orders, zero_bubble_orders
+from giantjax.parallel.schedule import Schedule, interleaved, schedule_of_name
 from giantjax.parallel.stages import Model
 from giantjax.training.disk import disk_forms, to_disk
 from giantjax.training.optimizer import Optimizer
@@ -48,6 +51,9 @@ class Case:
     vocabulary: int = VOCABULARY
     dtype: str = "float32"
     compression: str = "none"
+    chunks: int = 1
+    skips_head: bool = False
+    shares_head: bool = False
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -70,6 +76,19 @@ CASES = (
     Case(pipe=4, replica=2, microbatches=1, layers=6, recompute="selective", dropout=0.0),
     Case(replica=4, tensor=2, microbatches=4, schedule="gpipe", recompute="full:2", dropout=0.0, clip=None),
     Case(pipe=4, data=2, microbatches=2, layers=7, zero=1, head="untied", clip=None),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="interleaved", chunks=2, zero=1),
+    Case(pipe=3, data=2, microbatches=8, schedule="interleaved", chunks=2, layers=7, recompute="full:2", skips_head=True, clip=None),
+    Case(pipe=4, tensor=2, microbatches=2, schedule="interleaved", chunks=2, layers=8, head="untied", recompute="selective"),
+    Case(pipe=4, tensor=2, microbatches=8, schedule="zero-bubble", recompute="selective"),
+    Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", zero=1, layers=5, recompute="full:2", head="untied", clip=None),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, skips_head=True, dropout=0.0),
+    Case(pipe=4, tensor=2, microbatches=8, schedule="separate-1f1b", head="untied"),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="separate-zero-bubble", zero=1, skips_head=True, recompute="selective"),
+    Case(pipe=2, data=4, microbatches=4, schedule="separate-interleaved", chunks=2, shares_head=True, dropout=0.0, clip=None),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, shares_head=True, zero=1),
+    Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=3),
+    Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None),
+    Case(pipe=2, replica=4, microbatches=4, schedule="zero-bubble", shares_head=True, head="untied"),
 )
 
 
@@ -132,15 +151,16 @@ def model_of(case: Case) -> GPT:
         head=case.head,  # type: ignore[arg-type]
         init_std=0.2,
     )
-    return gpt(config, jnp.dtype(case.dtype), seed=3, comm=Communication("tensor" if case.tensor > 1 else None), tensor=case.tensor)
+    comm = Communication("tensor" if case.tensor > 1 else None)
+    return gpt(config, jnp.dtype(case.dtype), seed=3, comm=comm, tensor=case.tensor, stages="pipe" if case.shares_head else None)
 
 
 def program(case: Case) -> Program:
-    model = model_of(case)
+    model, mesh = model_of(case), mesh_of(case.pipe, case.replica, case.data, case.tensor)
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
-    layout = layout_of(model, optimizer, mesh_of(case.pipe, case.replica, case.data, case.tensor), case.zero, case.compression)  # type: ignore[arg-type]
+    layout = layout_of(model, optimizer, mesh, case.zero, case.compression, num_chunks=case.chunks)  # type: ignore[arg-type]
     return Program(model, optimizer, layout, disk_forms(model, optimizer, layout))
 
 
@@ -151,14 +171,42 @@ def start(layers: int, head: str) -> Any:
     return jax.device_get(to_disk(init_state(model, optimizer, layout, 0).params, forms.params))
 
 
+def schedule_of(case: Case) -> Schedule:
+    """The case's schedule; `separate-...` has one action a tick on each stage, as stages that run on their own do."""
+    sizes = (case.pipe, case.microbatches)
+    kind = case.schedule.removeprefix("separate-")
+    if kind == case.schedule:
+        return schedule_of_name(kind, *sizes, case.chunks)
+    orders = {
+        "1f1b": lambda: megatron_orders(*sizes),
+        "zero-bubble": lambda: zero_bubble_orders(*sizes),
+        "interleaved": lambda: interleaved_orders(interleaved(*sizes, case.chunks)),
+    }
+    return laid_out(case.schedule, case.microbatches, case.chunks, orders[kind]())
+
+
+def step_of(case: Case) -> jax.stages.Wrapped:
+    """The train step of a case."""
+    model, optimizer, layout, _ = program(case)
+    return build_train_step(
+        model,
+        optimizer,
+        layout,
+        num_microbatches=case.microbatches,
+        schedule=schedule_of(case),
+        recompute=case.recompute,
+        skips_head=case.skips_head,
+    )
+
+
 def run(case: Case) -> Result:
     """Three steps and an evaluation."""
-    model, optimizer, layout, forms = program(case)
+    model, _, layout, forms = program(case)
     shapes = layout.shapes
     params = jax.tree.map(lambda form, x, leaf: form.to_device(x, leaf.shape), forms.params, start(case.layers, case.head), shapes.params)
     moments = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.optimizer)
     state = jax.device_put(TrainState(np.int32(0), jax.device_get(params), moments), layout.shardings)
-    step = build_train_step(model, optimizer, layout, num_microbatches=case.microbatches, schedule=case.schedule, recompute=case.recompute)
+    step = step_of(case)
     evaluate = build_eval_step(model, layout, num_microbatches=case.microbatches)
     batch = batch_of()
     total, weight = evaluate(state.params, batch)

@@ -26,6 +26,7 @@ from giantjax import cluster, command_line, runtime
 from giantjax.cluster import InstalledGPU
 from giantjax.data.indexed import TokenizerRecord
 from giantjax.data.indexed_writer import write_indexed
+from giantjax.data.tokenizer import load_tokenizer, record_of
 from giantjax.fields import leaves
 from giantjax.training.run_directory import write_record
 
@@ -178,7 +179,7 @@ LOSS_SCALE = (
 NOT_YET = tuple(
     tiny(f"not-yet-{option.split('.')[1].replace(' ', '-')}", f"--{option}", f"{option.partition(' ')[0].replace('-', '_')} is ")
     for option in (
-        *("training.zero-stage 2", "training.zero-stage 7"),
+        "training.zero-stage 7",
         *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule interleaved", "pipeline.schedule mine.csv"),
     )
 )
@@ -216,7 +217,43 @@ DATA = (
     tiny("prefix-in-unicode", "--data.train '[red]ö\n'", "data.train is [red]ö"),
     tiny("no-index", "--data.train noindex", "beside noindex.bin there is no noindex.idx"),
     tiny("no-tokens", "--data.train notokens", "beside notokens.idx there is no notokens.bin"),
-    tiny("two-corpora", "--data.train corpus sub/inner", "data.train names 2 corpora"),
+    tiny("one-weight-of-two", "--data.train corpus:0.5 sub/inner", "data.train gives weights to some corpora, but none to sub/inner"),
+    tiny("weight-of-0", "--data.train corpus:0 sub/inner:1", "data.train is 'corpus:0'; a weight is a plain decimal above 0, such as 0.7"),
+    tiny("weight-by-powers", "--data.train corpus:1e3 sub/inner:1", "data.train is 'corpus:1e3'; a weight is a plain decimal"),
+    tiny("corpus-twice", "--data.train corpus:1 corpus:2", "data.train names corpus twice; give it once, with a weight"),
+    tiny("synthetic-in-a-blend", "--data.train corpus synthetic", "data.train blends synthetic with other corpora"),
+    tiny(
+        "another-tokenizer",
+        "--data.train corpus words",
+        "words and corpus were prepared with different tokenizers (huggingface of 17 ids and",
+    ),
+    tiny("validated-by-another", "--data.validation words", "words and corpus were prepared with different tokenizers"),
+    tiny("lost-tokenizer", "--data.train lost", "cannot read lost.tokenizer.json: No such file"),
+    tiny("exchanged-tokenizer", "--data.train exchanged", "exchanged.tokenizer.json is not the tokenizer that was recorded"),
+    tiny("unknown-tokenizer", "--data.train unknown", "unknown.tokenizer is of the tokenizer 'runes', which this version does not have"),
+    tiny("split-into-four", "--data.split 1,1,1,1", "data.split is '1,1,1,1'; it must be up to three numbers with commas"),
+    tiny("split-in-words", "--data.split most,some", "data.split is 'most,some'; it must be up to three numbers"),
+    tiny("split-without-training", "--data.split 0,1", "data.split is '0,1'; it must be", "the first above 0"),
+    tiny(
+        "split-and-validation", "--data.split 9,1 --data.validation sub/inner", "data.split is 9,1 and data.validation is sub/inner; either"
+    ),
+    tiny("split-of-one-document", "--data.split 9,1", "data.split is 9,1, which leaves none of the 1 documents of corpus for validation"),
+    tiny("split-of-synthetic", "--data.train synthetic --data.split 9,1", "data.split is 9,1, but synthetic tokens are of no documents"),
+    tiny("split-too-small", "--data.train halves --data.split 1,2", "that part of halves holds 1 tokens, too few for one sample"),
+    tiny(
+        "split-without-validation", "--data.split 1 --training.eval-every 5", "training.eval_every is 5, but data.validation names nothing"
+    ),
+    tiny("warmup-without-steps", "--data.length-warmup 4", "data.length_warmup holds '4'; it must be LENGTH:STEPS"),
+    tiny("warmup-that-falls", "--data.length-warmup 4:1 2:1", "data.length_warmup goes from 4 to 2 tokens; its lengths must ascend"),
+    tiny(
+        "warmup-too-long", "--data.length-warmup 8:1", "data.length_warmup goes up to 8 tokens; it must stay below model.sequence_length, 8"
+    ),
+    tiny(
+        "warmup-by-tensor",
+        "--data.length-warmup 3:1 --mesh.tensor 2",
+        "data.length_warmup has a length of 3, which mesh.tensor 2",
+        "2 or 4",
+    ),
     tiny("weight", "--data.train corpus:0.5", "data.train is 'corpus:0.5'", "write corpus"),
     tiny("empty-prefix", "--data.train ''", "data.train is ('',); it must not be empty"),
     tiny("no-corpus", "--data.train", "data.train is empty"),
@@ -380,6 +417,19 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus("few", ids[:8])
     corpus("wide", ids, dataclasses.replace(RECORD, vocabulary_size=50257))
     corpus("foreign", [*range(50), 300, *range(50)], None, np.uint16)
+    halves = np.split(np.array([*ids, 7]), [1])
+    with write_indexed(str(folder / "halves"), RECORD) as writer:
+        for half in [*halves, np.array([7])]:
+            writer.append(half)
+            writer.end_document()
+    Path(folder / "vocab.txt").write_text("\n".join(["[UNK]", "[SEP]", *map(chr, range(97, 112))]))
+    words = load_tokenizer(str(folder / "vocab.txt"))
+    for name in ("words", "lost", "exchanged"):
+        corpus(name, [1, 2, 3] * 20, record_of(words))
+        (folder / f"{name}.tokenizer.json").write_bytes(words.file)
+    (folder / "lost.tokenizer.json").unlink()
+    (folder / "exchanged.tokenizer.json").write_bytes(words.file + b" ")
+    corpus("unknown", ids, dataclasses.replace(RECORD, tokenizer="runes"))
     damaged("magic", lambda index: b"X" + index[1:])
     damaged("version", lambda index: index[:9] + struct.pack("<Q", 2) + index[17:])
     damaged("dtype", lambda index: index[:17] + b"\x63" + index[18:])

@@ -117,8 +117,8 @@ def _process_start() -> float:
 
 
 def _giantjax(config: RunConfig, steps: int) -> dict[str, float]:
+    from giantjax.data.corpora import Synthetic
     from giantjax.data.loader import training_batches
-    from giantjax.data.sources import Synthetic
 
     runtime.start(replace(config.runtime, num_cpu_devices=1))
     from giantjax.model.gpt import gpt

@@ -4,7 +4,8 @@ Every leaf is documented once, in the section that holds it; `pretrain.py --help
 the command line by its path, `--training.num-steps 100`. Nothing here imports jax or flax.
 """
 
-from giantjax.config.files import CheckpointConfig, DataConfig, LoggingConfig
+from giantjax.config.data import DataConfig
+from giantjax.config.files import CheckpointConfig, LoggingConfig
 from giantjax.config.mesh import MeshConfig, PipelineConfig
 from giantjax.config.model import ModelConfig
 from giantjax.config.run import RunConfig

@@ -1,32 +1,8 @@
-"""What a run reads and writes: the data, checkpoints and logs."""
+"""What a run writes: checkpoints and logs."""
 
 from dataclasses import dataclass
 
-from giantjax.errors import InputError
-from giantjax.fields import at_least, check_types, is_number
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where tokens come from."""
-
-    train: tuple[str, ...] = ()
-    """PREFIX[:WEIGHT] of an indexed pair PREFIX.bin and PREFIX.idx; or stdlib, the source text of Python's own standard
-    library, prepared on first use; or synthetic, random tokens to measure throughput."""
-    validation: str | None = None
-    """PREFIX of held-out data; stdlib brings its own and needs none."""
-    prefetch: int = 4
-    """Global batches read ahead of the step."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "data")
-        at_least("data.prefetch", self.prefetch, 1)
-        if len(self.train) > 1:
-            raise InputError(f"data.train names {len(self.train)} corpora, but this version trains on one; prepare them into one PREFIX")
-        for entry in self.train:
-            prefix, colon, weight = entry.rpartition(":")
-            if colon and is_number(weight):
-                raise InputError(f"data.train is {entry!r}, but with one corpus a weight has no meaning; write {prefix}")
+from giantjax.fields import at_least, check_types
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from giantjax.config.files import CheckpointConfig, DataConfig, LoggingConfig
+from giantjax.config.data import DataConfig
+from giantjax.config.files import CheckpointConfig, LoggingConfig
 from giantjax.config.mesh import MeshConfig, PipelineConfig
 from giantjax.config.model import ModelConfig
 from giantjax.config.runtime import RuntimeConfig
@@ -42,6 +43,11 @@ class RunConfig:
         for path in self.checkpoint.accept_change:
             if path.replace("-", "_") not in known:
                 raise InputError(f"checkpoint.accept_change names {path}, but there is no such field{did_you_mean(path, known)}")
+        longest = max((length for length, _ in self.data.lengths), default=0)
+        if longest >= self.model.sequence_length:
+            raise InputError(
+                f"data.length_warmup goes up to {longest} tokens; it must stay below model.sequence_length, {self.model.sequence_length}"
+            )
         if self.mesh.is_resolved:
             self._check_batch()
             self._check_shares()
@@ -78,6 +84,12 @@ class RunConfig:
                     f"model.{said} is {size}, which mesh.tensor {tensor} does not divide; "
                     f"nearest mesh.tensor: {nearest_divisors(tensor, size)}"
                 )
+        for length, _ in self.data.lengths:
+            if length % tensor:
+                raise InputError(
+                    f"data.length_warmup has a length of {length}, which mesh.tensor {tensor} does not divide; "
+                    f"nearest: {nearest_multiples(length, tensor)}"
+                )
         if self.mesh.pipe > model.num_layers:
             raise InputError(f"mesh.pipe is {self.mesh.pipe}, but model.num_layers is {model.num_layers}; a stage holds at least one layer")
 
@@ -98,3 +110,15 @@ class RunConfig:
     def microbatch_size(self) -> int:
         """Samples of a microbatch on one data-parallel device, once inferred."""
         return self.training.global_batch_size // (self.mesh.data * self.mesh.replica * self.num_microbatches)
+
+    def length_of_step(self, step: int) -> int:
+        """Tokens of each sample of a step, which are counted from 1."""
+        return next((length for length, last in self.data.lengths if step <= last), self.model.sequence_length)
+
+    def positions_until(self, step: int) -> int:
+        """Tokens that one sample a step has after so many steps."""
+        total, before = 0, 0
+        for length, last in (*self.data.lengths, (self.model.sequence_length, step)):
+            total += length * max(min(last, step) - before, 0)
+            before = last
+        return total

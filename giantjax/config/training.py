@@ -20,7 +20,8 @@ class TrainingConfig:
     eval_samples: int = 1024
     """Samples of one evaluation, spread evenly over the validation data; 0 takes all of them."""
     zero_stage: int = 0
-    """What the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What devices along mesh.data share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. 2 and 3 send gradients and
+    parameters in every microbatch, over links that should be those inside a node; the numbers stay the same."""
     compression: Literal["none", "bf16", "int8"] = "none"
     """How gradients are rounded where they cross between nodes, on mesh.replica; what is rounded off is added in the next step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -38,8 +39,6 @@ class TrainingConfig:
         at_least("training.eval_samples", self.eval_samples, 0)
         if self.zero_stage not in (0, 1, 2, 3):
             raise InputError(f"training.zero_stage is {self.zero_stage}; the stages are 0, 1, 2 and 3")
-        if self.zero_stage > 1:
-            raise InputError(f"training.zero_stage is {self.zero_stage}, which this version does not have yet; use 0 or 1")
         kind, _, interval = self.recompute.partition(":")
         if self.recompute not in ("none", "selective", "full") and not (kind == "full" and interval.isdecimal() and int(interval) > 0):
             raise InputError(f"training.recompute is {self.recompute!r}; the policies are none, selective, full and full:K, such as full:2")

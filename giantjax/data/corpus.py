@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from giantjax.data.indexed import TokenizerRecord
 from giantjax.data.indexed_writer import ENDINGS, sync_folder, write_indexed
-from giantjax.data.tokenizer import ByteTokenizer
+from giantjax.data.tokenizer import ByteTokenizer, record_of
 from giantjax.errors import InputError
 from giantjax.runtime import cache_folder
 
@@ -98,7 +97,7 @@ def _no_cache(folder: Path, error: Exception) -> InputError:
 def _write(root: Path, paths: list[str], folder: Path) -> None:
     """Write train and validation into `folder`, a document for each file that is UTF-8."""
     tokenizer = ByteTokenizer()
-    record = TokenizerRecord(tokenizer.name, tokenizer.vocabulary_size, tokenizer.end_of_document)
+    record = record_of(tokenizer)
     with write_indexed(str(folder / "train"), record) as train, write_indexed(str(folder / "validation"), record) as validation:
         for path in paths:
             text = (root / path).read_bytes()

@@ -5,10 +5,12 @@ The layout of PREFIX.idx, little endian and without padding (megatron-core, data
     9 bytes "MMIDIDX\\0\\0" | u64 version, 1 | u8 dtype code | u64 number of sequences N | u64 number of documents + 1
     i32 length of each sequence, in tokens | i64 offset of each sequence, in bytes | i64 first sequence of each document, then N
 
-Beside a pair that giantjax wrote lies PREFIX.json, which records the tokenizer. A pair without it comes from
-elsewhere, and how large its vocabulary is nobody says. `giantjax.data.indexed_writer` writes all three.
+Beside a pair that giantjax wrote lies PREFIX.json, which records the tokenizer, and the file of its vocabulary where it has
+one. A pair without a record comes from elsewhere, and how large its vocabulary is nobody says. `giantjax.data.indexed_writer`
+writes all of them.
 """
 
+import bisect
 import json
 import os
 import struct
@@ -34,11 +36,13 @@ class TokenizerRecord:
     """What PREFIX.json says about the ids in PREFIX.bin."""
 
     tokenizer: str
-    """Name for `giantjax.data.tokenizer.load_tokenizer`."""
+    """Its kind, for `giantjax.data.tokenizer.load_recorded`."""
     vocabulary_size: int
     """Ids are below this number."""
     end_of_document: int
     """The id that ends each document."""
+    digest: str | None = None
+    """SHA-256 of the vocabulary's file beside the corpus, PREFIX.tokenizer and an ending; None where the kind needs none."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -91,6 +95,22 @@ class IndexedDataset:
         """The ids of one sequence, in the dtype of the file and without a copy."""
         first = int(self.offsets[index]) // self.tokens.itemsize
         return self.tokens[first : first + int(self.lengths[index])]
+
+    def document_start(self, document: int) -> int:
+        """The place in the concatenation of all sequences at which a document begins; D stands for its end."""
+        sequence = int(self.document_index[document])
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        return int(self.offsets[sequence]) // self.tokens.itemsize if self.starts is None else int(self.starts[sequence])
+
+    def documents_between(self, start: int, stop: int) -> np.ndarray:
+        """Places in [start, stop) of the concatenation of all sequences at which a document begins, int64, in ascending order.
+
+        Found by bisection: some tens of looks at the largest index.
+        """
+        first = bisect.bisect_left(range(self.num_documents), start, key=self.document_start)
+        last = bisect.bisect_left(range(self.num_documents), stop, lo=first, key=self.document_start)
+        return np.array([self.document_start(document) for document in range(first, last)], np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids [start, stop) of the concatenation of all sequences, [stop-start] in the dtype of the file."""

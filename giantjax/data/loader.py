@@ -3,46 +3,42 @@
 The position in the data is therefore one whole number, the same for any batch size and any number of processes.
 """
 
-import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from giantjax.config import DataConfig
+from giantjax.data.blend import counts
+from giantjax.data.corpora import Source, blended_samples
+from giantjax.data.order import MASK_32, pick
 from giantjax.data.samples import Samples
-from giantjax.data.sources import Source, samples_of
 
 # tokens int32 [B, S]; targets int32 [B, S], the token after each; loss_mask float32 [B, S], 0 on padding;
-# sample uint32 [B], the number of each sample, from which dropout is drawn.
+# sample uint32 [B], the number of each sample, from which dropout is drawn. Where the rules ask for them
+# segment int32 [B, S], the number of each token's document in its sample, and position int32 [B, S], its place in it.
 Batch = dict[str, np.ndarray]
 
 # Past the end of any training.
 NUM_BATCHES = 2**62
-MASK_32 = 2**32 - 1
-# grain's cipher permutes 2**16 positions or more; the walk down to ten samples takes a millisecond for each.
-FEW_SAMPLES = 1024
 
 
-def sample_order(seed: int, global_index: int, num_samples: int) -> tuple[int, int]:
-    """(epoch, sample) that training takes as its `global_index`-th, from 0, in constant time and memory.
+@dataclass(frozen=True)
+class DocumentRules:
+    """What happens where a document ends inside a sample; what the fields of `DataConfig` of these names say."""
 
-    Each epoch visits every sample once, and each epoch in another order: a block cipher on the positions, walked until
-    it lands below num_samples (grain's index_shuffle; Black and Rogaway, CT-RSA 2002).
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_document_ends: bool = False
 
-    Args:
-        seed: of the run, from 0 to 2**32 - 1.
-        global_index: samples taken before this one, at least 0.
-        num_samples: samples in the corpus, at least 1.
-    """
-    epoch, position = divmod(global_index, num_samples)
-    # One-to-one in the epoch, so that 2**32 epochs have keys of their own, and scrambled, so that the epochs
-    # of one seed are not those of the next.
-    key = _mix(_mix(seed) + epoch)
-    if num_samples <= FEW_SAMPLES:
-        return epoch, _order_of_few(key, num_samples)[position]
-    # grain takes a second to import, which the command line's help and its refusals need not wait for.
-    from grain.experimental import index_shuffle
 
-    return epoch, index_shuffle(index=position, max_index=num_samples - 1, seed=key, rounds=4)
+PACKED = DocumentRules()
+"""Nothing: documents follow each other as one text."""
+
+
+def rules_of(data: DataConfig) -> DocumentRules:
+    """The rules of a run."""
+    return DocumentRules(data.reset_positions, data.reset_attention, data.mask_document_ends)
 
 
 def training_batches(
@@ -55,6 +51,8 @@ def training_batches(
     vocabulary_size: int,
     prefetch: int,
     rows: Sequence[int] | None = None,
+    rules: DocumentRules = PACKED,
+    length_of: Callable[[int], int] | None = None,
 ) -> Generator[Batch, None, None]:
     """Endless batches of B = global_batch_size samples of S = sequence_length tokens, made ahead in a thread.
 
@@ -70,18 +68,21 @@ def training_batches(
         vocabulary_size: token ids must be below this.
         prefetch: batches made ahead, at least 1.
         rows: which rows of each batch to read and return, in ascending order; None is all.
+        rules: for the ends of documents.
+        length_of: number of a batch, from 0 -> how many of the S first tokens of its samples it holds; None is all.
 
     Raises:
-        InputError: at once where the corpus is too short; while reading, where a token id is not in the vocabulary.
+        InputError: at once where a corpus is too short; while reading, where a token id is not in the vocabulary.
     """
     import grain
 
-    samples = samples_of(source, sequence_length, vocabulary_size)
+    blend = blended_samples(source, sequence_length, vocabulary_size)
 
     def batch(number: int) -> Batch:
         first = start_sample + number * global_batch_size
         numbers = [first + row for row in (range(global_batch_size) if rows is None else rows)]
-        return _collate([samples[sample_order(seed, index, samples.num_samples)[1]] for index in numbers], numbers, sequence_length)
+        length = length_of(number) if length_of else sequence_length
+        return _collate([pick(blend, seed, index) for index in numbers], numbers, length, rules)
 
     # One thread: numpy's small operations hold the interpreter lock, so a second would only compete with the loop.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
@@ -104,55 +105,65 @@ def validation_batches(
     num_samples: int,
     vocabulary_size: int,
     rows: Sequence[int] | None = None,
+    rules: DocumentRules = PACKED,
 ) -> Generator[Batch, None, None]:
     """Batches of `num_samples` samples spread evenly over the source, in order; 0, or more than there are, takes all.
 
-    Of n samples, k are numbers floor(i x n / k). The last batch is filled up with rows whose loss_mask is 0. Of each batch
-    only `rows`, in ascending order, are read and returned; None is all.
+    Of n samples, k are numbers floor(i x n / k). A blend gives as many of each part as of the first `num_samples` samples of
+    training would be of it. The last batch is filled up with rows whose loss_mask is 0. Of each batch only `rows`, in ascending
+    order, are read and returned; None is all.
 
     Raises:
-        InputError: at once where the corpus is too short; while reading, where a token id is not in the vocabulary.
+        InputError: at once where a corpus is too short; while reading, where a token id is not in the vocabulary.
     """
-    samples = samples_of(source, sequence_length, vocabulary_size)
-    return _spread_batches(samples, sequence_length, batch_size, num_samples, range(batch_size) if rows is None else rows)
+    blend = blended_samples(source, sequence_length, vocabulary_size)
+    wanted = counts(blend.tree, num_samples)
+    taken = [min(wanted[part] if num_samples else samples.num_samples, samples.num_samples) for part, samples in enumerate(blend.parts)]
+    return _spread_batches(blend.parts, taken, sequence_length, batch_size, range(batch_size) if rows is None else rows, rules)
 
 
 def _spread_batches(
-    samples: Samples, sequence_length: int, batch_size: int, num_samples: int, rows: Sequence[int]
+    parts: Sequence[Samples], taken: Sequence[int], length: int, batch_size: int, rows: Sequence[int], rules: DocumentRules
 ) -> Generator[Batch, None, None]:
-    there = samples.num_samples
-    count = min(num_samples or there, there)
+    """`taken` samples of each part, one part after the other."""
+    ends = np.cumsum(taken)
+
+    def at(number: int) -> tuple[Samples, int]:
+        part = int(np.searchsorted(ends, number, side="right"))
+        within = number - int(ends[part]) + taken[part]
+        return parts[part], within * parts[part].num_samples // taken[part]
+
+    count = int(ends[-1])
     for first in range(0, count, batch_size):
-        numbers = [(first + row) * there // count for row in rows if first + row < count]
-        batch = _collate([samples[number] for number in numbers], numbers, sequence_length)
-        missing = len(rows) - len(numbers)
+        chosen = [at(first + row) for row in rows if first + row < count]
+        batch = _collate(chosen, [number for _, number in chosen], length, rules)
+        missing = len(rows) - len(chosen)
         yield {name: np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for name, array in batch.items()}
 
 
-def _collate(rows: list[np.ndarray], numbers: Sequence[int], sequence_length: int) -> Batch:
-    """Rows [S+1] as a batch."""
-    shape = (len(rows), sequence_length)
-    tokens, targets = np.empty(shape, np.int32), np.empty(shape, np.int32)
-    for place, row in enumerate(rows):
-        tokens[place], targets[place] = row[:-1], row[1:]
-    return {
-        "tokens": tokens,
-        "targets": targets,
-        "loss_mask": np.ones(shape, np.float32),
-        "sample": np.array([number & MASK_32 for number in numbers], np.uint32),
-    }
+def _collate(chosen: Sequence[tuple[Samples, int]], numbers: Sequence[int], length: int, rules: DocumentRules) -> Batch:
+    """The first `length` tokens of samples as a batch, in which they have `numbers`."""
+    shape = (len(chosen), length)
+    tokens, targets, mask = np.empty(shape, np.int32), np.empty(shape, np.int32), np.ones(shape, np.float32)
+    batch = {"tokens": tokens, "targets": targets, "loss_mask": mask}
+    for name, asked in (("segment", rules.reset_attention), ("position", rules.reset_positions)):
+        if asked:
+            batch[name] = np.empty(shape, np.int32)
+    for place, (samples, number) in enumerate(chosen):
+        row = samples[number]
+        tokens[place], targets[place] = row[:length], row[1 : length + 1]
+        if rules != PACKED:
+            _mark_documents(batch, place, samples.document_starts(number), rules)
+    return batch | {"sample": np.array([number & MASK_32 for number in numbers], np.uint32)}
 
 
-@functools.lru_cache(maxsize=16)
-def _order_of_few(key: int, num_samples: int) -> list[int]:
-    """A permutation of at most FEW_SAMPLES: their numbers in the order of one-to-one scrambled values."""
-    return sorted(range(num_samples), key=lambda number: _mix(_mix(number) ^ key))
-
-
-def _mix(value: int) -> int:
-    """A one-to-one scrambling of 32 bits: MurmurHash3's finalizer (Appleby)."""
-    # 0 is the fixed point of the finalizer, and the seed that most runs have.
-    value = (value + 0x9E3779B9) & MASK_32
-    value = ((value ^ value >> 16) * 0x85EBCA6B) & MASK_32
-    value = ((value ^ value >> 13) * 0xC2B2AE35) & MASK_32
-    return value ^ value >> 16
+def _mark_documents(batch: Batch, place: int, starts: np.ndarray, rules: DocumentRules) -> None:
+    """Apply the rules to one row, in which documents begin at `starts`, from 1 on."""
+    places = np.arange(batch["tokens"].shape[1])
+    if rules.mask_document_ends:
+        batch["loss_mask"][place, starts[starts <= len(places)] - 1] = 0
+    number = np.searchsorted(starts, places, side="right")
+    if rules.reset_attention:
+        batch["segment"][place] = number
+    if rules.reset_positions:
+        batch["position"][place] = places - np.concatenate(([0], starts))[number]

@@ -22,10 +22,14 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`, int32 [S+1]."""
 
+    def document_starts(self, index: int) -> np.ndarray:
+        """Places in sample `index`, from 1 to S, at which another document begins, int64 in ascending order."""
+
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Sample i is tokens [i x S, i x S + S] of all sequences one after the other, as Megatron packs them.
+    """Sample i is tokens [i x S, i x S + S] of all sequences one after the other, as Megatron packs them; or of those of
+    some documents in a row.
 
     Neighbouring samples share one token, the last target of one and the first input of the next. So every token
     but the first is a target once an epoch, up to S - 1 left over at the end.
@@ -38,22 +42,38 @@ class PackedSamples:
     dataset: IndexedDataset
     sequence_length: int
     vocabulary_size: int
+    first: int = 0
+    """Token of the corpus at which sample 0 begins."""
+    stop: int | None = None
+    """Token after the last sample; None is the end of the corpus."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
+            where = self.dataset.name if self.num_tokens == self.dataset.num_tokens else f"that part of {self.dataset.name}"
             raise InputError(
-                f"{self.dataset.name} holds {self.dataset.num_tokens} tokens, too few for one sample of model.sequence_length "
-                f"{self.sequence_length} + 1; use a longer corpus, or a sequence length of {self.dataset.num_tokens - 1} or less"
+                f"{where} holds {self.num_tokens} tokens, too few for one sample of model.sequence_length "
+                f"{self.sequence_length} + 1; use a longer corpus, or a sequence length of {max(self.num_tokens - 1, 1)} or less"
             )
+
+    @property
+    def num_tokens(self) -> int:
+        """From the first to the last."""
+        return (self.dataset.num_tokens if self.stop is None else self.stop) - self.first
 
     @property
     def num_samples(self) -> int:
         """Whole samples in the corpus."""
-        return (self.dataset.num_tokens - 1) // self.sequence_length
+        return (self.num_tokens - 1) // self.sequence_length
+
+    def document_starts(self, index: int) -> np.ndarray:
+        """Places in sample `index`, from 1 to S, at which another document begins, int64 in ascending order."""
+        start = self.first + index * self.sequence_length
+        # A document without tokens begins where the next one does.
+        return np.unique(self.dataset.documents_between(start + 1, start + self.sequence_length + 1)) - start
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index` below num_samples, int32 [S+1]."""
-        start = index * self.sequence_length
+        start = self.first + index * self.sequence_length
         ids = self.dataset.read(start, start + self.sequence_length + 1)
         refuse_foreign_ids(ids, self.dataset.name, start, f" in sample {index}", self.vocabulary_size)
         return ids.astype(np.int32)
@@ -73,6 +93,10 @@ class SyntheticSamples:
         # A counter-based generator needs no warm-up for each new key (Salmon et al., SC11).
         generator = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], np.uint64)))
         return generator.integers(0, self.vocabulary_size, self.sequence_length + 1, np.int32)
+
+    def document_starts(self, index: int) -> np.ndarray:
+        """None: a sample is one document."""
+        return np.empty(0, np.int64)
 
 
 def refuse_foreign_ids(ids: np.ndarray, name: str, start: int, where: str, vocabulary_size: int) -> None:

@@ -1,63 +1,116 @@
 """From the words of data.train and data.validation to opened, checked corpora."""
 
-import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
 from giantjax.config import RunConfig
+from giantjax.data.corpora import Blend, Part, Source, Split, Synthetic, blended_samples, corpora_of, samples_of
 from giantjax.data.corpus import SPLITS, stdlib
 from giantjax.data.indexed import PIECE, IndexedDataset, open_indexed, without_ending
-from giantjax.data.samples import PackedSamples, Samples, SyntheticSamples, refuse_foreign_ids
+from giantjax.data.samples import refuse_foreign_ids
+from giantjax.data.tokenizer import recorded_file
 from giantjax.errors import InputError, did_you_mean
 
 # Tokens looked at when nothing says how large a corpus' vocabulary is: under a second, and the rest are
 # checked as they are used.
 SCANNED_TOKENS = 1 << 26
-# Places of a corpus whose tokens go into its fingerprint, and how many at each.
-FINGERPRINT_PLACES, FINGERPRINT_TOKENS = 64, 256
-
-
-@dataclass(frozen=True)
-class Synthetic:
-    """Random tokens in place of a corpus."""
-
-    seed: int
-    name: str = "synthetic"
-
-
-Source = IndexedDataset | Synthetic
+SHARES: tuple[Split, ...] = ("train", "validation", "test")
+"""Parts of a corpus, in the order of data.split."""
 
 
 def open_sources(config: RunConfig) -> tuple[Source, Source | None]:
     """The training and the validation source of a run; None where the run has no validation data.
 
     Raises:
-        InputError: a corpus is missing, damaged, too short, or does not go with the model's vocabulary; or the run
-            is to evaluate and has nothing to evaluate on.
+        InputError: a corpus is missing, damaged, too short, or does not go with the model's vocabulary; corpora are of different
+            tokenizers; or the run is to evaluate and has nothing to evaluate on.
     """
-    data, model = config.data, config.model
-    if not data.train:
+    data = config.data
+    corpora = open_corpora(config)
+    train, validation = part_of(config, corpora, "train"), part_of(config, corpora, "validation")
+    assert train is not None
+    if data.shares is None and (held_out := data.validation or ("stdlib" if data.train == ("stdlib",) else None)):
+        validation = open_source(held_out, split="validation", **_sizes(config))
+    if validation is None and config.training.eval_every:
+        raise InputError(
+            f"training.eval_every is {config.training.eval_every}, but data.validation names nothing to evaluate on; "
+            "give a PREFIX of held-out data, or a share of the corpora with data.split, or set training.eval_every to 0"
+        )
+    _refuse_other_tokenizers([*corpora_of(train), *(corpora_of(validation) if validation else ())])
+    return train, validation
+
+
+def open_corpora(config: RunConfig) -> list[IndexedDataset | Synthetic]:
+    """The whole corpora of data.train.
+
+    Raises:
+        InputError: as `open_sources` does.
+    """
+    if not config.data.train:
         raise InputError(
             "data.train is empty; `python scripts/prepare_data.py FILE... --output data/train` and `python scripts/prepare_data.py "
             "HELD_OUT_FILE... --output data/validation` make corpora for --data.train data/train --data.validation data/validation, "
             "or try --data.train stdlib or synthetic"
         )
-    entry = data.train[0]
-    held_out = data.validation or ("stdlib" if entry == "stdlib" else None)
-    if held_out is None and config.training.eval_every:
-        raise InputError(
-            f"training.eval_every is {config.training.eval_every}, but data.validation names nothing to evaluate on; "
-            "give a PREFIX of held-out data, or set training.eval_every to 0"
-        )
-    sizes = {"sequence_length": model.sequence_length, "vocabulary_size": model.vocabulary_size, "seed": config.seed}
-    train = open_source(entry, split="train", **sizes)
-    return train, None if held_out is None else open_source(held_out, split="validation", **sizes)
+    return [open_source(prefix, split="train", **_sizes(config)) for prefix, _ in config.data.corpora]
 
 
-def open_source(entry: str, *, split: Literal["train", "validation"], sequence_length: int, vocabulary_size: int, seed: int = 0) -> Source:
+def part_of(config: RunConfig, corpora: Sequence[IndexedDataset | Synthetic], split: Split) -> Source | None:
+    """What data.split sets apart of the corpora for training, validation or test; None where that is nothing.
+
+    Raises:
+        InputError: a corpus has too few documents or tokens for its part.
+    """
+    shares = config.data.shares
+    if (shares is None and split != "train") or (shares is not None and shares[SHARES.index(split)] == 0):
+        return None
+    if shares is None and len(corpora) == 1:
+        return corpora[0]
+    parts = []
+    for corpus in corpora:
+        if isinstance(corpus, Synthetic):
+            raise InputError(f"data.split is {config.data.split}, but synthetic tokens are of no documents that could be divided")
+        first, stop = _documents_of(corpus, shares, split) if shares else (0, corpus.num_documents)
+        if first == stop:
+            raise InputError(
+                f"data.split is {config.data.split}, which leaves none of the {corpus.num_documents} documents of {corpus.name} for "
+                f"{split}; give it a larger share"
+            )
+        parts.append(Part(corpus, first, stop))
+    weights = tuple(weight for _, weight in config.data.corpora if weight is not None)
+    blend = Blend(tuple(parts), weights or None)
+    blended_samples(blend, config.model.sequence_length, config.model.vocabulary_size)
+    return blend
+
+
+def _documents_of(corpus: IndexedDataset, shares: Sequence[Fraction], split: Split) -> tuple[int, int]:
+    """(first document, the one after the last) of a part; bounds are rounded as Megatron-core rounds them."""
+    number = SHARES.index(split)
+    before, after = sum(shares[:number]), sum(shares[: number + 1])
+    return round(before * corpus.num_documents), round(after * corpus.num_documents)
+
+
+def _sizes(config: RunConfig) -> dict[str, int]:
+    return {"sequence_length": config.model.sequence_length, "vocabulary_size": config.model.vocabulary_size, "seed": config.seed}
+
+
+def _refuse_other_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
+    """Raise InputError where two corpora are recorded with different tokenizers."""
+    recorded = [(corpus.name, corpus.record) for corpus in corpora if corpus.record]
+    for name, record in recorded[1:]:
+        first, other = recorded[0]
+        if record != other:
+            sizes = f"{record.tokenizer} of {record.vocabulary_size} ids and {other.tokenizer} of {other.vocabulary_size}"
+            raise InputError(f"{name} and {first} were prepared with different tokenizers ({sizes}); prepare both with the same one")
+
+
+def open_source(
+    entry: str, *, split: Literal["train", "validation"], sequence_length: int, vocabulary_size: int, seed: int = 0
+) -> IndexedDataset | Synthetic:
     """What data.train or data.validation names: stdlib, synthetic, or the PREFIX of an indexed pair.
 
     Args:
@@ -86,36 +139,11 @@ def open_source(entry: str, *, split: Literal["train", "validation"], sequence_l
             f"{field} {entry} was prepared with a vocabulary of {record.vocabulary_size} (tokenizer {record.tokenizer}), but "
             f"model.vocabulary_size is {vocabulary_size}; it must be at least {record.vocabulary_size}"
         )
+    else:
+        # What is generated needs it, and a run keeps a copy.
+        recorded_file(record, f"{prefix}.tokenizer")
     samples_of(dataset, sequence_length, vocabulary_size)
     return dataset
-
-
-def samples_of(source: Source, sequence_length: int, vocabulary_size: int) -> Samples:
-    """The samples of a source.
-
-    Raises:
-        InputError: the corpus is too short for one.
-    """
-    if isinstance(source, Synthetic):
-        return SyntheticSamples(source.seed, sequence_length, vocabulary_size)
-    return PackedSamples(source, sequence_length, vocabulary_size)
-
-
-def fingerprint(source: Source) -> str:
-    """16 hexadecimal digits that differ, in all likelihood, between corpora that would train differently.
-
-    Made of the dtype, the length of every sequence and a spread of tokens, so it does not change when files move.
-    """
-    digest = hashlib.blake2b(source.name.encode() if isinstance(source, Synthetic) else b"", digest_size=8)
-    if isinstance(source, IndexedDataset):
-        digest.update(f"{source.tokens.dtype.str} {source.num_tokens} {source.num_sequences} {source.num_documents}".encode())
-        for array in (source.lengths, source.document_index):
-            for first in range(0, len(array), PIECE):
-                digest.update(array[first : first + PIECE].tobytes())
-        for place in range(FINGERPRINT_PLACES):
-            start = place * source.num_tokens // FINGERPRINT_PLACES
-            digest.update(source.read(start, min(start + FINGERPRINT_TOKENS, source.num_tokens)).tobytes())
-    return digest.hexdigest()
 
 
 def _scan(dataset: IndexedDataset, vocabulary_size: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -19,6 +20,7 @@ from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout, dropout_key
 from giantjax.model.layers import PRODUCTS, Block, LayerNorm, logits_product, matrix, normal, parameter_of, weight_of
 from giantjax.model.loss import cross_entropy
 from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
+from giantjax.parallel.product import Weight
 from giantjax.parallel.stages import Batch, Model, Params
 
 
@@ -32,8 +34,8 @@ class Embedding(nnx.Module):
         self.position = matrix(positions, "position", "hidden", casts=False)
         self.comm = comm
 
-    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B s H"]:
-        """The sum of both embeddings, fp32."""
+    def __call__(self, tokens: Int[Array, "B S"], position: Int[Array, "B S"] | None = None) -> Float[Array, "B s H"]:
+        """The sum of both embeddings, fp32; `position` is each token's, by default its place in the sample."""
         rows = parameter_of(self.token)
         if self.comm.axis is None:
             looked_up = rows[tokens]
@@ -42,14 +44,16 @@ class Embedding(nnx.Module):
             own = tokens - self.comm.index() * rows.shape[0]
             held = (own >= 0) & (own < rows.shape[0])
             looked_up = self.comm.scatter_sequence(jnp.where(held[..., None], rows[jnp.where(held, own, 0)], 0))
-        return looked_up + self.position[...][own_part(self.comm, looked_up.shape[1])]
+        own_places = own_part(self.comm, looked_up.shape[1])
+        return looked_up + self.position[...][own_places if position is None else position[:, own_places]]
 
 
 class Head(nnx.Module):
     """The last LayerNorm and, where it has weights of its own, the output projection."""
 
-    def __init__(self, config: ModelConfig, comm: Communication, tensor: int, key: Array):
+    def __init__(self, config: ModelConfig, comm: Communication, tensor: int, stages: str | None, key: Array):
         self.norm = LayerNorm(config)
+        self.stages = stages
         if config.head == "untied":
             self.output = matrix(_vocabulary_rows(key, config, tensor), "vocabulary", "hidden")
         self.comm = comm
@@ -57,7 +61,22 @@ class Head(nnx.Module):
     def __call__(self, x: Float[Array, "B s H"], embedding: nnx.Param) -> Float[Array, "B S v"]:
         """fp32 logits over this device's part of the padded vocabulary."""
         weights = self.output if hasattr(self, "output") else embedding
-        return logits_product(self.comm.gather_sequence(self.norm(x)), weight_of(weights, x.dtype))
+        rows = own_rows(weight_of(weights, x.dtype), self.stages)
+        return logits_product(self.comm.gather_sequence(self.norm(x)), rows)
+
+
+def own_rows(rows: Weight, axis: str | None) -> Weight:
+    """This device's share of rows that all devices along a mesh axis hold; all of them where there is no axis.
+
+    Raises:
+        ValueError: the devices do not divide the rows.
+    """
+    if axis is None:
+        return rows
+    size, left = divmod(rows.copy.shape[0], lax.axis_size(axis))
+    if left:
+        raise ValueError(f"{rows.copy.shape[0]} rows of the head cannot be shared by {lax.axis_size(axis)} devices")
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size), rows)
 
 
 def _vocabulary_rows(key: Array, config: ModelConfig, tensor: int) -> Float[Array, "V H"]:
@@ -74,7 +93,15 @@ class GPT(Model):
     """shared, last residual stream -> fp32 logits over this device's part of the padded vocabulary."""
 
 
-def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, comm: Communication = ONE_DEVICE, tensor: int = 1) -> GPT:
+def gpt(
+    config: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    seed: int = 0,
+    comm: Communication = ONE_DEVICE,
+    tensor: int = 1,
+    stages: str | None = None,
+) -> GPT:
     """The decoder `config` describes.
 
     Args:
@@ -83,11 +110,14 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
         seed: of dropout.
         comm: how devices that share layers talk.
         tensor: how many they are, which the vocabulary is padded for.
+        stages: the mesh axis whose devices, which all hold the whole head, share its work by parts of the vocabulary; None shares none.
     """
+    axes = (comm.axis,) if isinstance(comm.axis, str) else comm.axis or ()
+    vocabulary = comm if stages is None else Communication((*axes, stages))
     makers: dict[str, Callable[[Array], nnx.Module]] = {
         "embedding": lambda key: Embedding(config, comm, tensor, key),
         "blocks": lambda key: Block(config, comm, key),
-        "head": lambda key: Head(config, comm, tensor, key),
+        "head": lambda key: Head(config, comm, tensor, stages, key),
     }
     graphs, abstract = {}, {}
     for name, maker in makers.items():
@@ -104,26 +134,26 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
         return params | {"blocks": jax.vmap(lambda layer_key: _pure(makers["blocks"](layer_key)))(layer_keys)}
 
     def embed(shared: Params, batch: Batch, step: Array | None) -> Array:
-        x = nnx.merge(graphs["embedding"], shared["embedding"])(batch["tokens"]).astype(dtype)
+        x = nnx.merge(graphs["embedding"], shared["embedding"])(batch["tokens"], batch.get("position")).astype(dtype)
         first = comm.index() * x.shape[1]
         return dropout(x, config.hidden_dropout, key_of(batch, step), config.num_layers, EMBEDDING, first)
 
     def block(shared: Params, params: Params, x: Array, layer: Array, batch: Batch, step: Array | None) -> Array:
-        return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step))
+        return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step), batch.get("segment"))
 
     def logits(shared: Params, x: Array) -> Array:
         token = nnx.merge(graphs["embedding"], shared["embedding"]).token
         return nnx.merge(graphs["head"], shared["head"])(x, token)
 
     def loss(shared: Params, x: Array, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:
-        losses = cross_entropy(logits(shared, x), batch["targets"], config.vocabulary_size, comm)
+        losses = cross_entropy(logits(shared, x), batch["targets"], config.vocabulary_size, vocabulary)
         # Not a product alone: the loss of a masked position may be infinite.
         return jnp.sum(jnp.where(batch["loss_mask"] == 0, 0, losses * batch["loss_mask"])), {}
 
     dims = {name: _metadata(state, "dims") for name, state in abstract.items()}
     dims["blocks"] = jax.tree.map(lambda names: ("layers", *names), dims["blocks"], is_leaf=lambda names: isinstance(names, tuple))
     decays = {name: _metadata(state, "decays") for name, state in abstract.items()}
-    casts = {name: _metadata(state, "casts") for name, state in abstract.items()} if dtype != jnp.float32 else None
+    casts = {name: _metadata(state, "casts") for name, state in abstract.items()}
     return GPT(
         init,
         dims,
@@ -135,6 +165,7 @@ def gpt(config: ModelConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, c
         sizes={"vocabulary": config.vocabulary_size},
         casts=casts,
         dtype=dtype,
+        spreads_head=stages is not None,
         kept={"none": (*PRODUCTS, "attention_weights"), "selective": PRODUCTS},
         logits=logits,
     )

@@ -12,13 +12,13 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig
 from giantjax.kernels.attention import causal_attention
 from giantjax.model.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, FEEDFORWARD_OUTPUT, DropoutKey, dropout
 from giantjax.parallel.communication import Communication, column_parallel, row_parallel
-from giantjax.parallel.stages import Weight
+from giantjax.parallel.product import Weight, product
 
 PRODUCTS = ("qkv", "context", "residual", "up")
 """Names in a block of what the backward pass would have to multiply matrices to make again, the attention core's weights excepted."""
@@ -52,33 +52,6 @@ def parameter_of(variable: nnx.Param) -> Array:
     """The fp32 parameter."""
     value = variable.get_value()
     return value.parameter if isinstance(value, Weight) else value
-
-
-@jax.custom_vjp
-def product(x: Float[Array, "B S *I"], kernel: Weight) -> Float[Array, "B S *O"]:
-    """The matrix product of activations with a kernel `[*I, *O]` in their type.
-
-    The kernel's gradient is accumulated in fp32 and never rounded to the compute type, which matters once many
-    microbatches are summed (Megatron's fp32 gradient accumulation fusion).
-    """
-    inner = x.ndim - 2
-    return lax.dot_general(x, kernel.copy, ((tuple(range(2, x.ndim)), tuple(range(inner))), ((), ())))
-
-
-def _product_forward(x: Array, kernel: Weight) -> tuple[Array, tuple[Array, Array]]:
-    return product(x, kernel), (x, kernel.copy)
-
-
-def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Weight]:
-    x, copy = saved
-    inner = x.ndim - 2
-    outer = tuple(range(inner, copy.ndim))
-    dx = lax.dot_general(dy, copy, ((tuple(range(2, dy.ndim)), outer), ((), ())))
-    dkernel = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
-    return dx, Weight(dkernel, jnp.zeros_like(copy))
-
-
-product.defvjp(_product_forward, _product_backward)
 
 
 @jax.custom_vjp
@@ -154,12 +127,15 @@ class Attention(nnx.Module):
         self.output = Dense(output_key, heads, hidden, config.init_std / math.sqrt(2 * config.num_layers))
         self.rate = config.attention_dropout
 
-    def __call__(self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None) -> Float[Array, "B s H"]:
-        """Attention over the positions of each sample."""
+    def __call__(
+        self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None, segment: Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B s H"]:
+        """Attention over the positions of each sample, or of each of its segments."""
         qkv_BSCND = checkpoint_name(self.qkv.columns(self.comm, x), "qkv")
         q_BSND, k_BSND, v_BSND = (qkv_BSCND[:, :, i] for i in range(3))
         head = self.comm.index() * q_BSND.shape[2]
-        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS, head))
+        drop = lambda w: dropout(w, self.rate, key, layer, ATTENTION_WEIGHTS, head)  # noqa: E731
+        context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, drop, segment)
         return self.output.rows(self.comm, checkpoint_name(context_BSND, "context"))
 
 
@@ -192,10 +168,15 @@ class Block(nnx.Module):
         self.feedforward = FeedForward(config, comm, feedforward_key)
         self.rate = config.hidden_dropout
 
-    def __call__(self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None = None) -> Float[Array, "B s H"]:
-        """The residual stream after this block; `layer` is the block's index, which dropout depends on."""
+    def __call__(
+        self, x: Float[Array, "B s H"], layer: Array | int, key: DropoutKey | None = None, segment: Int[Array, "B S"] | None = None
+    ) -> Float[Array, "B s H"]:
+        """The residual stream after this block; `layer` is the block's index, which dropout depends on.
+
+        `segment` numbers the documents of each sample, all positions of it; tokens then attend to their own.
+        """
         position = self.comm.index() * x.shape[1]
-        attended = self.attention(self.attention_norm(x), layer, key)
+        attended = self.attention(self.attention_norm(x), layer, key, segment)
         x = checkpoint_name(x + dropout(attended, self.rate, key, layer, ATTENTION_OUTPUT, position), "residual")
         fed = self.feedforward(self.feedforward_norm(x))
         return x + dropout(fed, self.rate, key, layer, FEEDFORWARD_OUTPUT, position)

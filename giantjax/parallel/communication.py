@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 
 @dataclass(frozen=True)
 class Communication:
-    """Functions over the mesh axis that shares layers; `axis` None is one device."""
+    """Functions over the mesh axis, or axes, that share layers; `axis` None is one device."""
 
-    axis: str | None = None
+    axis: str | tuple[str, ...] | None = None
 
     def index(self) -> Array | int:
         """Which of the devices this is."""

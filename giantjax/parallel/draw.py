@@ -4,8 +4,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from giantjax.errors import InputError
-from giantjax.parallel.schedule import LETTERS, Action, Kind
-from giantjax.parallel.simulate import Event, Timeline, Transfer
+from giantjax.parallel.schedule_table import LETTERS, Action, Kind
+from giantjax.parallel.timeline import Event, Timeline, Transfer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,8 @@ def _draw_bars(axes: "Axes", timeline: Timeline, kind: Kind) -> None:
         return
     edges = [(1e3 * event.start, 1e3 * event.end, event.stage - BAR / 2, event.stage + BAR / 2) for event in events]
     corners = [[(left, top), (right, top), (right, bottom), (left, bottom)] for left, right, top, bottom in edges]
-    axes.add_collection(PolyCollection(corners, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.5, label=_legend(kind)))
+    colours = [_shade(COLOURS[kind], event.action.chunk / (1 + max(event.action.chunk for event in events))) for event in events]
+    axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.5, label=_legend(kind)))
     # The axes take about 0.9 of the figure's width; a digit is about 0.6 of the font's size wide. All bars of one
     # length have their number or none has, so that a row does not stop being numbered at microbatch 10.
     points_per_second = 0.9 * WIDTH * 72 / timeline.step_time if timeline.step_time else 0.0
@@ -123,6 +124,12 @@ def _draw_bars(axes: "Axes", timeline: Timeline, kind: Kind) -> None:
         if needed < (event.end - event.start) * points_per_second:
             middle = 1e3 * (event.start + event.end) / 2
             axes.text(middle, event.stage, _number(event.action), ha="center", va="center", fontsize=FONT, color=NUMBERS[kind])
+
+
+def _shade(colour: str, share: float) -> str:
+    """The colour, brought so far towards white that dark and light numbers can still be read: later chunks are lighter."""
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + 0.4 * share * (255 - part)):02X}" for part in parts)
 
 
 def _legend(kind: Kind) -> str:

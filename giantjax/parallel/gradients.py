@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
+from jax.tree_util import SequenceKey, tree_leaves_with_path
 from jaxtyping import Array, PyTree
 
 from giantjax.parallel.collectives import Compression, Errors, compressed_sum, padded_size
 from giantjax.parallel.mesh import AXES
+from giantjax.parallel.varying import varying
 
 ACROSS = ("pipe", "replica")
 """The axes that cross between nodes, unless a mesh has them otherwise; then the sum is as right, and not as fast."""
@@ -53,6 +56,10 @@ class Reduction:
     """By leaf, the axes that it is summed over once `zero_dims` has been scattered."""
     zero_dims: tuple[int, ...]
     """By leaf, the dim scattered over `data`, or -1."""
+    scattered: bool
+    """Whether that has been done in every tick (ZeRO 2 and 3)."""
+    parts: tuple[tuple[int, ...], ...]
+    """Places of leaves that are summed together, in the order in which backward passes complete them."""
     buckets: tuple[Bucket, ...]
     compression: Compression
     degrees: dict[str, int]
@@ -84,7 +91,12 @@ def axes_of(spec: PartitionSpec) -> set[str]:
 
 
 def plan_reduction(
-    shapes: PyTree, specs: PyTree, zero_dims: PyTree, degrees: Mapping[str, int], compression: Compression = "none"
+    shapes: PyTree,
+    specs: PyTree,
+    zero_dims: PyTree,
+    degrees: Mapping[str, int],
+    compression: Compression = "none",
+    scattered: bool = False,
 ) -> Reduction:
     """Which gradients are summed where.
 
@@ -94,6 +106,9 @@ def plan_reduction(
         zero_dims: the dim of each that ZeRO shares over `data`, or -1.
         degrees: of the mesh.
         compression: of what crosses on `replica`; where nothing does there is nothing to compress.
+        scattered: whether gradients come as shares of what `zero_dims` says.
+
+    What is in an entry of a list, as parts of the blocks are, shares no bucket with what is not, so that it need not wait for it.
     """
     compression = compression if degrees[REPLICA] > 1 else "none"
     leaves, zeros = jax.tree.leaves(shapes), tuple(jax.tree.leaves(zero_dims))
@@ -102,19 +117,25 @@ def plan_reduction(
     sizes = [leaf.size // math.prod(degrees[axis] for axis in axes) for leaf, axes in zip(leaves, shared, strict=True)]
     summed = tuple(tuple(axis for axis in AXES if axis not in axes) for axes in shared)
 
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for place, axes in enumerate(summed):
+    entries = [tuple(key.idx for key in path if isinstance(key, SequenceKey)) for path, _ in tree_leaves_with_path(shapes)]
+    groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
+    for place, (axes, entry) in enumerate(zip(summed, entries, strict=True)):
         if _two_levels(axes, degrees, compression):
-            groups.setdefault(axes, []).append(place)
+            groups.setdefault((axes, entry), []).append(place)
     buckets = []
-    for axes, places in groups.items():
+    for (axes, _), places in groups.items():
         inside = tuple(axis for axis in axes if axis not in ACROSS)
         ways = math.prod(degrees[axis] for axis in inside)
         for members in _filled(places, sizes):
             size, rounds = sum(sizes[place] for place in members), compression != "none" and REPLICA in axes
             size = padded_size(size, ways, degrees[REPLICA]) if rounds else -(-size // ways) * ways
             buckets.append(Bucket(members, inside, tuple(axis for axis in axes if axis in ACROSS), size))
-    return Reduction(summed, zeros, tuple(buckets), compression, dict(degrees))
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for place, entry in enumerate(entries):
+        parts.setdefault(entry, []).append(place)
+    # Backward passes go from the last part to the first; what all layers share is complete when they are.
+    in_order = tuple(tuple(places) for _, places in sorted(parts.items(), reverse=True))
+    return Reduction(summed, zeros, scattered, in_order, tuple(buckets), compression, dict(degrees))
 
 
 def _two_levels(axes: tuple[str, ...], degrees: Mapping[str, int], compression: Compression) -> bool:
@@ -142,20 +163,39 @@ def reduce_gradients(plan: Reduction, grads: PyTree, errors: tuple[Errors, ...] 
         errors: rows of what rounding took off in the step before, or () where the plan compresses nothing.
     """
     leaves, structure = jax.tree.flatten(grads)
-    bucketed = {place for bucket in plan.buckets for place in bucket.leaves}
-    for place, (grad, dim) in enumerate(zip(leaves, plan.zero_dims, strict=True)):
-        if dim >= 0:
-            grad = lax.psum_scatter(grad, "data", scatter_dimension=dim, tiled=True)
-        leaves[place] = grad if place in bucketed else lax.psum(grad, plan.axes[place])
-    left, kept = iter(errors), []
-    for bucket in plan.buckets:
-        before = next(left) if bucket in plan.compressed else None
-        flat, after = _sum_bucket(plan, bucket, [leaves[place] for place in bucket.leaves], before)
-        kept += [after] if after else []
+    rows = dict(zip(plan.compressed, errors, strict=True))
+    after: dict[Bucket, Errors] = {}
+    for part, following in zip(plan.parts, [*plan.parts[1:], ()], strict=True):
+        with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+            _reduce_part(plan, part, leaves, rows, after)
+        # The next part's sum begins when this one's has ended, and this one's ends no sooner than the next part's gradients are
+        # there: so it lies over their computation.
+        if following:
+            ended = varying([leaves[place].ravel()[0] for place in part])
+            _, waited = lax.optimization_barrier((ended, [leaves[place] for place in following]))
+            for place, leaf in zip(following, waited, strict=True):
+                leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves), tuple(after[bucket] for bucket in plan.compressed)
+
+
+def _reduce_part(
+    plan: Reduction, part: tuple[int, ...], leaves: list[Array], rows: dict[Bucket, Errors], after: dict[Bucket, Errors]
+) -> None:
+    """Put the sums in the places of the gradients of one part, and what rounding took off into `after`."""
+    buckets = [bucket for bucket in plan.buckets if bucket.leaves[0] in part]
+    bucketed = {place for bucket in buckets for place in bucket.leaves}
+    for place in part:
+        if plan.zero_dims[place] >= 0 and not plan.scattered:
+            leaves[place] = lax.psum_scatter(leaves[place], "data", scatter_dimension=plan.zero_dims[place], tiled=True)
+        if place not in bucketed:
+            leaves[place] = lax.psum(leaves[place], plan.axes[place])
+    for bucket in buckets:
+        flat, errors = _sum_bucket(plan, bucket, [leaves[place] for place in bucket.leaves], rows.get(bucket))
+        if errors is not None:
+            after[bucket] = errors
         starts = np.cumsum([0, *(leaves[place].size for place in bucket.leaves)])
         for place, start in zip(bucket.leaves, starts, strict=False):
             leaves[place] = lax.dynamic_slice_in_dim(flat, int(start), leaves[place].size).reshape(leaves[place].shape)
-    return jax.tree.unflatten(structure, leaves), tuple(kept)
 
 
 def _sum_bucket(plan: Reduction, bucket: Bucket, grads: list[Array], errors: Errors | None) -> tuple[Array, Errors | None]:

@@ -8,8 +8,9 @@ The order inside a tick makes each hop lie over the other direction's compute: t
 starts first and backward runs meanwhile; the hop of backward's result starts next and forward runs meanwhile.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +19,18 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int, PyTree
 
-from giantjax.parallel.mesh import AXES, BATCH_AXES
-from giantjax.parallel.schedule import IDLE, Schedule, Segment, residual_slots
-from giantjax.parallel.stages import (
-    BLOCKS,
-    Batch,
-    Boundary,
-    Model,
-    Params,
-    apply_blocks,
-    compute_copies,
-    group_layers,
-    shared_of,
-    ungroup_layers,
-    with_copies,
-)
+from giantjax.parallel.mesh import BATCH_AXES
+from giantjax.parallel.pullback import Pullback
+from giantjax.parallel.ring import new_ring, put, take
+from giantjax.parallel.schedule import IDLE, Kind, Schedule
+from giantjax.parallel.stage import PIPE, Chunk, Stage, where_there
+from giantjax.parallel.stages import Batch, Model, Params, shared_of
+from giantjax.parallel.ticks import Run, ticks_of
+from giantjax.parallel.varying import varying, varying_axes, zeros
+from giantjax.parallel.zero import Zero, on_shares
 
-PIPE = "pipe"
-MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
-"""Over these each device sees another microbatch; devices that share layers see the same one."""
+_Message: TypeAlias = tuple[list[Array], list[Array]]
+"""The floating leaves of a boundary, and the others."""
 
 
 class Sums(NamedTuple):
@@ -50,132 +44,10 @@ class Sums(NamedTuple):
 class _Carry(NamedTuple):
     """State between ticks."""
 
-    sent_forward: tuple[list[Array], list[Array]]
+    sent_forward: _Message
     sent_backward: list[Array]
-    ring: list[Array]
-    outputs: list[Array]
+    rings: dict[str, list[Array]]
     sums: Sums
-
-
-def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes over which `x` may differ, as its type says."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def varying(tree: PyTree, axes: frozenset[str] | tuple[str, ...] = AXES) -> PyTree:
-    """`tree` marked as varying over `axes`, by default every mesh axis.
-
-    Gradients of parameters that are invariant over an axis are summed over it in every tick; those of varying
-    parameters stay local, so that the sum can be taken once after the loop.
-    """
-
-    def mark(x: Array) -> Array:
-        missing = tuple(axis for axis in AXES if axis in axes and axis not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
-
-
-class _Stage:
-    """One stage's functions, the sizes of what they pass on found by tracing them once."""
-
-    def __init__(
-        self,
-        model: Model,
-        table: Int[np.ndarray, "S L"],
-        recompute: str,
-        params: Params,
-        batches: Batch,
-        step: Array | None,
-        denominator: Array,
-    ):
-        self.model, self.recompute, self.batches = model, recompute, batches
-        self.step, self.denominator = step, denominator
-        self.num_stages, self.padded = len(table), bool((table < 0).any())
-        self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
-        self.index = lax.axis_index(PIPE)
-        # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
-        copies = compute_copies(model, params)
-        groups = group_layers((jnp.asarray(table)[self.index], params[BLOCKS], copies[BLOCKS]), recompute)
-        self.layers, blocks, copied_blocks = map(list, zip(*groups, strict=True))
-        self.params, self.copies = params | {BLOCKS: blocks}, copies | {BLOCKS: copied_blocks}
-        first = self.microbatch(jnp.int32(0))
-        shapes = jax.eval_shape(lambda: varying(model.embed(shared_of(self.with_copies(self.params)), first, step)))
-        self.empty = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
-
-    def with_copies(self, params: Params) -> Params:
-        """All parameters, or those without `blocks`, as the model's functions take them."""
-        return with_copies(params, {name: self.copies[name] for name in params})
-
-    def ungrouped(self, grads: Params) -> Params:
-        """Gradients of the parameters as they were before layers were cut into groups."""
-        groups = grads[BLOCKS]
-        return grads | {BLOCKS: ungroup_layers(groups) if self.layers[0].ndim > 1 else groups[0]}
-
-    def microbatch(self, number: Int[Array, ""]) -> Batch:
-        """Microbatch `number`; any, where it is IDLE."""
-        found = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, jnp.maximum(number, 0), keepdims=False), self.batches)
-        return varying(found, MICROBATCH_AXES)
-
-    def blocks(self, params: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[list[Array], list[Array]]:
-        """The boundary sent, split, from the one received; the first stage makes its own from the microbatch."""
-        params = self.with_copies(params)
-        shared, boundary = shared_of(params), self.join(moving, still)
-        # What an embedding computes is cheap and large: all that is kept of it is the microbatch.
-        entering = varying(jax.checkpoint(lambda shared, batch: self.model.embed(shared, batch, self.step))(shared, batch))
-        x = entering if self.num_stages == 1 else _where(self.index == 0, entering, boundary)
-        groups = list(zip(self.layers, params[BLOCKS], strict=True))
-        return self.split(varying(apply_blocks(self.model, shared, groups, x, batch, self.step, self.recompute, self.padded)))
-
-    def loss(self, shared: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[Array, dict[str, Array]]:
-        """(loss, metrics) of the boundary that the last stage sends; 0 on the others."""
-        loss, metrics = self.model.loss(self.with_copies(shared), self.join(moving, still), batch, self.step)
-        # Dividing here, not at the end, scales the gradients too.
-        found = varying(jax.tree.map(lambda total: total / self.denominator, (loss, metrics)), MICROBATCH_AXES)
-        if self.num_stages > 1:
-            found = _where_there(self.index == self.num_stages - 1, found)
-        return found
-
-    def zero_sums(self, trains: bool) -> Sums:
-        """Sums of nothing."""
-        loss, metrics = self.loss(shared_of(self.params), *self.split(self.empty), self.microbatch(jnp.int32(0)))
-        grads = jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), self.params) if trains else None
-        # Only the types of this loss are looked at, so nothing of it runs.
-        return jax.tree.map(_zeros, Sums(loss, metrics, None))._replace(grads=grads)
-
-    def split(self, boundary: Boundary) -> tuple[list[Array], list[Array]]:
-        """The floating leaves of a boundary, which carry cotangents, and the others."""
-        leaves = jax.tree.leaves(boundary)
-        return [x for x in leaves if _is_floating(x)], [x for x in leaves if not _is_floating(x)]
-
-    def join(self, moving: list[Array], still: list[Array]) -> Boundary:
-        """The inverse of `split`."""
-        leaves, structure = jax.tree.flatten(self.empty)
-        moving_left, still_left = iter(moving), iter(still)
-        return jax.tree.unflatten(structure, [next(moving_left if _is_floating(x) else still_left) for x in leaves])
-
-
-def _is_floating(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _where(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
-
-
-def _where_there(there: Array, tree: PyTree) -> Any:
-    return jax.tree.map(lambda x: jnp.where(there, x, 0), tree)
-
-
-def _hop(tree: PyTree, num_stages: int, direction: int) -> PyTree:
-    """Each stage's `tree` to its neighbour, from first to last (1) or back (-1); never around the ends.
-
-    A ring would make the last stage wait for the first, and XLA cannot then split the hop into a start and an end. The
-    stream attribute keeps hops of both directions off the stream of tensor-parallel collectives.
-    """
-    pairs = [(i, i + direction) for i in range(num_stages) if 0 <= i + direction < num_stages]
-    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
-        return jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), tree)
 
 
 def run_schedule(
@@ -187,187 +59,285 @@ def run_schedule(
     batches: Batch,
     step: Array | None,
     denominator: Float[Array, ""],
+    skips_head: bool = False,
+    num_parts: int = 1,
+    zero: Zero | None = None,
 ) -> Sums:
     """Run `schedule` over all microbatches of this device; call it inside a `shard_map` over all mesh axes.
 
     Args:
         model: what to run.
         schedule: from `giantjax.parallel.schedule`; forward-only schedules give no gradients.
-        layer_table: layers of each stage.
+        layer_table: layers of each stage, chunk after chunk.
         recompute: the policy of `apply_blocks`.
         params: this device's shards, varying over all axes; `blocks` holds this stage's layers.
         batches: leaves [M, ...], one microbatch after the other.
         step: steps taken, or None in evaluation.
         denominator: loss, metrics and gradients are divided by this.
+        skips_head: whether stages other than the last skip the loss, under a conditional, rather than compute it to no effect.
+        num_parts: each chunk's layers are cut into so many parts. With several the last tick stands outside of the loop, so that
+            the sum of a part's gradients over devices can begin while the other parts' are still computed.
+        zero: what ZeRO 2 and 3 share over `data`; gradients are then sums of shares, and under 3 `params` are shares.
 
     Returns:
-        Sums over this device's microbatches, to be summed over the axes they vary over.
+        Sums over this device's microbatches, to be summed over the axes they vary over; gradients of blocks in parts, from which
+        `join_parts` makes one.
     """
-    _check_immediate(schedule)
-    stage = _Stage(model, layer_table, recompute, params, batches, step, denominator)
-    sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _run_ticks(stage, schedule)
-    return sums if sums.grads is None else sums._replace(grads=stage.ungrouped(sums.grads))
+    num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
+    model = on_shares(model, zero, recompute) if zero else model
+    stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator, zero)
+    sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
+    return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 
 
-def _run_ticks(stage: _Stage, schedule: Schedule) -> Sums:
-    pullback = _Pullback(stage) if schedule.trains else None
-    slots = residual_slots(schedule)
-    last = slots.of_stage(stage.num_stages - 1)
+def _zero_sums(stage: Stage, trains: bool) -> Sums:
+    """Sums of nothing."""
     moving, still = stage.split(stage.empty)
-    carry = _Carry(
-        sent_forward=(moving, still),
-        sent_backward=moving,
-        ring=_ring(pullback.leaves, slots.number) if pullback else [],
-        outputs=_ring([*moving, *still], last.number) if pullback else [],
-        sums=stage.zero_sums(schedule.trains),
-    )
-    cells = {"forward": schedule.forward, "backward": schedule.backward, "write": slots.write, "read": slots.read}
-    for segment in schedule.segments():
-        rows = slice(segment.first, segment.stop)
-        columns = {name: jnp.asarray(table)[rows, stage.index] for name, table in cells.items()}
-        # On every stage, for only the last one's outputs are ever read.
-        columns |= {"write output": jnp.asarray(last.write)[rows, 0], "read output": jnp.asarray(last.read)[rows, 0]}
-        always = {name: bool((table[rows] != IDLE).all()) for name, table in (("write", slots.write), ("write output", last.write))}
-        carry, _ = lax.scan(_tick(stage, pullback, segment, always), carry, columns)
-    return carry.sums
+    loss, metrics = stage.local_loss(shared_of(stage.example.params), moving, still, stage.microbatch(jnp.int32(0)))
+    # Only the types of this loss are looked at, so nothing of it runs.
+    return jax.tree.map(zeros, Sums(loss, metrics, None))._replace(grads=stage.zero_gradients() if trains else None)
 
 
-def _ring(leaves: list[Array], number: int) -> list[Array]:
-    return [_zeros(leaf, number) for leaf in leaves]
-
-
-def _zeros(like: Array, *more: int) -> Array:
-    """Zeros of the type of `like`, with `more` dims in front."""
-    return varying(jnp.zeros((*more, *like.shape), like.dtype), varying_axes(like))
-
-
-def _check_immediate(schedule: Schedule) -> None:
-    """Hops reach the next tick and are gone after it, so a schedule must use them there."""
-    for table, order in ((schedule.forward, 1), (schedule.backward, -1)):
-        sender, receiver = table[:-1, ::order][:, :-1], table[1:, ::order][:, 1:]
-        expected = np.where(receiver != IDLE, receiver, sender)
-        if (expected != sender).any() or (table[0, ::order][1:] != IDLE).any():
-            raise ValueError(f"schedule {schedule.name}: a message is used later than in the tick after it was sent")
-
-
-def _accumulate(stage: _Stage) -> Sums:
+def _accumulate(stage: Stage) -> Sums:
     """Every microbatch forward and backward in turn: what any schedule comes to with a single stage, without a ring."""
-    empty = stage.split(stage.empty)
+    chunk, empty = stage.example, stage.split(stage.empty)
 
     def loss_of(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        return stage.loss(shared_of(params), *stage.blocks(params, *empty, batch), batch)
+        return stage.local_loss(shared_of(params), *stage.blocks(chunk._replace(params=params), *empty, batch), batch)
 
     def add(sums: Sums, number: Array) -> tuple[Sums, None]:
-        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(stage.params, stage.microbatch(number))
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, Sums(loss, metrics, grads)), None
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(chunk.params, stage.microbatch(number))
+        assert sums.grads is not None
+        found = jax.tree.map(jnp.add, sums._replace(grads=None), Sums(loss, metrics, None))
+        return found._replace(grads=stage.add_gradients(sums.grads, grads, chunk.number)), None
 
-    return lax.scan(add, stage.zero_sums(trains=True), jnp.arange(stage.num_microbatches))[0]
-
-
-class _Pullback:
-    """How the pullback of a stage's blocks comes apart into leaves for the ring, and together again.
-
-    `standing` has, for each leaf of a pullback, the parameter or the constant it is in every tick, or None for a leaf
-    that is of one microbatch and goes into the ring; `leaves` are examples of the latter.
-    """
-
-    def __init__(self, stage: _Stage):
-        self.stage = stage
-        # This trace is only looked at: its results reach nothing, so nothing of it runs.
-        _, found, _ = self._forward(*stage.split(stage.empty), stage.microbatch(jnp.int32(0)))
-        leaves, self.structure = jax.tree.flatten(found)
-        # What comes from a microbatch varies over these axes, so a leaf that does not is the same in every tick.
-        constants = [leaf for leaf in leaves if not varying_axes(leaf) >= MICROBATCH_AXES]
-        standing = [*jax.tree.leaves((stage.params, stage.copies, stage.layers)), *constants]
-        self.standing = [next((held for held in standing if held is leaf), None) for leaf in leaves]
-        self.leaves = [leaf for leaf, held in zip(leaves, self.standing, strict=True) if held is None]
-
-    def _forward(self, moving: list[Array], still: list[Array], batch: Batch) -> Any:
-        return jax.vjp(lambda params, x: self.stage.blocks(params, x, still, batch), self.stage.params, moving, has_aux=True)
-
-    def forward(self, moving: list[Array], still: list[Array], batch: Batch) -> tuple[list[Array], list[Array], list[Array]]:
-        """(floating leaves sent, other leaves sent, leaves to keep)."""
-        sent, found, others = self._forward(moving, still, batch)
-        leaves = jax.tree.leaves(found)
-        return sent, others, [leaf for leaf, held in zip(leaves, self.standing, strict=True) if held is None]
-
-    def backward(self, kept: list[Array], cotangents: list[Array]) -> tuple[Params, list[Array]]:
-        """Cotangents of (parameters, boundary received) from those of the boundary sent."""
-        left = iter(kept)
-        leaves = [next(left) if held is None else held for held in self.standing]
-        return jax.tree.unflatten(self.structure, leaves)(cotangents)
+    last = stage.num_microbatches - int(len(stage.parts) > 1)
+    sums = lax.scan(add, _zero_sums(stage, trains=True), jnp.arange(last))[0]
+    return sums if last == stage.num_microbatches else add(sums, jnp.int32(last))[0]
 
 
-def _tick(
-    stage: _Stage, pullback: _Pullback | None, segment: Segment, always: dict[str, bool]
-) -> Callable[[_Carry, dict[str, Array]], tuple[_Carry, None]]:
-    """The body of the loop over a segment's ticks; `always` says of a ring whether every tick has a slot to write to."""
+class _Executor:
+    """A stage on its way through the ticks of a schedule."""
 
-    def body(carry: _Carry, cell: dict[str, Array]) -> tuple[_Carry, None]:
-        sent_forward, sent_backward, ring, outputs, sums = carry
-        received = sent_forward
-        if "forward" in segment.kinds:
-            received = _hop(sent_forward, stage.num_stages, 1)
-        if "backward" in segment.kinds:
-            assert pullback is not None
-            kept, output = _take(ring, cell["read"]), _take(outputs, cell["read output"])
-            more, sent = _backward(stage, pullback, cell["backward"], kept, output, sent_backward)
-            sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, more)
-            # Forward may not start before backward has ended, nor be merged with it; the hop back then lies over forward.
-            received, sent = lax.optimization_barrier((received, sent))
-            sent_backward = _hop(sent, stage.num_stages, -1)
-        if "forward" in segment.kinds:
-            there, batch = cell["forward"] != IDLE, stage.microbatch(cell["forward"])
-            moving, still = received
-            if pullback is None:
-                moving, still = stage.blocks(stage.params, moving, still, batch)
-                loss, metrics = _where_there(there, stage.loss(shared_of(stage.params), moving, still, batch))
-                sums = jax.tree.map(jnp.add, sums, Sums(loss, metrics, None))
+    def __init__(self, stage: Stage, schedule: Schedule, skips_head: bool):
+        self.stage, self.skips_head = stage, skips_head
+        self.shares_head = stage.model.spreads_head and stage.num_stages > 1
+        self.ticks = ticks_of(schedule, self.shares_head)
+        self.pullback = Pullback(stage, defers=schedule.splits_weight) if schedule.trains else None
+
+    def run(self) -> Sums:
+        """All ticks, one loop for each run of ticks that do the same."""
+        moving, still = self.stage.split(self.stage.empty)
+        kept = {"inbox forward": [*moving, *still], "inbox backward": moving}
+        if self.pullback:
+            kept |= {"residuals": self.pullback.leaves, "stash": self.pullback.stash}
+            kept |= {"outputs": moving if self.shares_head else [*moving, *still]}
+        rings = {name: new_ring(kept[name], slots.number) for name, slots in self.ticks.slots.items()}
+        carry = _Carry((moving, still), moving, rings, _zero_sums(self.stage, self.ticks.schedule.trains))
+        for run in self.ticks.runs:
+            columns = {name: self._column(table[run.first : run.stop]) for name, table in self.ticks.columns.items()}
+            body = functools.partial(_tick, self, run)
+            if run.stop < self.ticks.schedule.num_ticks or len(self.stage.parts) == 1:
+                carry, _ = lax.scan(body, carry, columns)
             else:
-                moving, still, leaves = pullback.forward(moving, still, batch)
-                ring = _put(ring, leaves, cell["write"], always["write"])
-                outputs = _put(outputs, [*moving, *still], cell["write output"], always["write output"])
-            sent_forward = (moving, still)
-        return _Carry(sent_forward, sent_backward, ring, outputs, sums), None
+                carry, _ = lax.scan(body, carry, {name: column[:-1] for name, column in columns.items()})
+                carry, _ = body(carry, {name: column[-1] for name, column in columns.items()})
+        return carry.sums
 
-    return body
+    def _column(self, table: Int[np.ndarray, "K S"]) -> Int[Array, "K"]:
+        """This stage's column of a table; the only one, where all stages have the same."""
+        return jnp.asarray(table)[:, self.stage.index if table.shape[1] > 1 else 0]
+
+    def hop(self, tree: PyTree, direction: int) -> PyTree:
+        """Each stage's `tree` to its neighbour, from first to last (1) or back (-1); around the ends only between chunks.
+
+        A ring would make the last stage wait for the first, and XLA cannot then split the hop into a start and an end; so what
+        goes around the ends goes by itself. The stream attribute keeps hops of both directions off the stream of
+        tensor-parallel collectives.
+        """
+        number = self.stage.num_stages
+        ends = (number - 1, 0) if direction == 1 else (0, number - 1)
+        pairs = [(i, i + direction) for i in range(number) if 0 <= i + direction < number]
+        with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+            arrived = jax.tree.map(lambda x: lax.ppermute(x, PIPE, pairs), tree)
+            if self.stage.num_chunks == 1:
+                return arrived
+            around = jax.tree.map(lambda x: lax.ppermute(x, PIPE, [ends]), tree)
+        return jax.tree.map(lambda a, b: jnp.where(self.stage.index == ends[1], a, b), around, arrived)
 
 
-def _backward(
-    stage: _Stage, pullback: _Pullback, number: Int[Array, ""], kept: list[Array], output: list[Array], received: list[Array]
-) -> tuple[Sums, list[Array]]:
-    """The backward action of microbatch `number`: what it adds to the sums, and the cotangents to send back.
+def _tick(executor: _Executor, run: Run, carry: _Carry, cell: dict[str, Array]) -> tuple[_Carry, None]:
+    """The body of the loop over the ticks of `run`."""
+    at = _Tick(executor, run, cell)
+    received = executor.hop(carry.sent_forward, 1) if run.delivers else carry.sent_forward
+    ended = _from_last(executor.stage, carry.sent_forward) if run.shares_head else ([], [])
 
-    The last stage begins with the loss, forward too: so logits live within one action, and none are kept between ticks.
+    def between(carry: _Carry, sent: list[Array], received: _Message) -> tuple[_Carry, list[Array], _Message]:
+        ends = ended
+        if "backward" in run.kinds:
+            # Forward may not start before backward has ended, nor be merged with it; the hop back then lies over forward.
+            received, ends, sent = lax.optimization_barrier((received, ends, sent))
+            sent = executor.hop(sent, -1)
+        return (_shared_head(at, carry, ends) if run.shares_head else carry), sent, received
+
+    if run.mode == "lockstep":
+        # Every stage runs every kind, to no effect where its cell is idle.
+        carry, sent = _run_kinds(at, run.kinds, between, carry, received)
+    else:
+        # Every stage runs what its own cells hold and nothing else, and messages travel outside.
+        branches = [functools.partial(_run_kinds, at, kinds, lambda *now: now) for kinds in executor.ticks.branches]
+        carry, sent = lax.switch(cell["branch"], branches, carry, received)
+        carry, sent, _ = between(carry, sent, received)
+    return carry._replace(sent_backward=sent), None
+
+
+def _run_kinds(at: "_Tick", kinds: tuple[Kind, ...], between: Callable[..., Any], carry: _Carry, received: _Message) -> tuple[_Carry, Any]:
+    """Actions of these kinds, in their order; `between` happens when backward has ended. (Carry, cotangents to send.)"""
+    carry, arrived = at.arrive(carry, "inbox backward", carry.sent_backward)
+    stash, sent = at.take(carry, "stash") if "weight" in kinds else [], carry.sent_backward
+    if "backward" in kinds:
+        carry, sent = _backward(at, carry, arrived)
+    carry, sent, received = between(carry, sent, received)
+    if "weight" in kinds:
+        carry = _weight(at, carry, stash)
+    carry, leaves = at.arrive(carry, "inbox forward", [*received[0], *received[1]])
+    if "forward" in kinds:
+        carry = _forward(at, carry, leaves)
+    return carry, sent
+
+
+class _Tick(NamedTuple):
+    """A tick of one stage: its cells, and its buffers' slots."""
+
+    executor: _Executor
+    run: Run
+    cell: dict[str, Array]
+
+    def take(self, carry: _Carry, ring: str) -> list[Array]:
+        """What the tick takes out of a buffer."""
+        return take(carry.rings[ring], self.cell[f"{ring} read"])
+
+    def put(self, carry: _Carry, ring: str, leaves: list[Array]) -> _Carry:
+        """What the tick puts into a buffer."""
+        kept = put(carry.rings[ring], leaves, self.cell[f"{ring} write"], ring in self.run.always)
+        return carry._replace(rings=carry.rings | {ring: kept})
+
+    def arrive(self, carry: _Carry, ring: str, leaves: list[Array]) -> tuple[_Carry, list[Array]]:
+        """Put what has come into an inbox, if messages ever wait, and take what the tick needs, which may be what has just come."""
+        if ring not in carry.rings:
+            return carry, leaves
+        waited, old = self.cell[f"{ring} read"] != IDLE, self.take(carry, ring)
+        return self.put(carry, ring, leaves), [jnp.where(waited, a, b) for a, b in zip(old, leaves, strict=True)]
+
+    def work(self, kind: Kind) -> tuple[Array, Chunk, Batch]:
+        """(whether there is an action of this kind, its chunk, its microbatch)."""
+        stage = self.executor.stage
+        there, microbatch, chunk = stage.work(self.cell[kind])
+        return there, stage.chunk(chunk), stage.microbatch(microbatch)
+
+
+def _from_last(stage: Stage, sent: _Message) -> _Message:
+    """What the last stage has sent, on all stages."""
+    return _sum_over_stages(where_there(stage.index == stage.num_stages - 1, sent))
+
+
+def _sum_over_stages(tree: PyTree) -> Any:
+    """The sums over stages, on the stream of hops, so that they lie over compute as hops do."""
+    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+        return jax.tree.map(lambda x: lax.psum(x, PIPE), tree)
+
+
+def _backward(at: _Tick, carry: _Carry, received: list[Array]) -> tuple[_Carry, list[Array]]:
+    """The backward action: adds to the sums, and gives the cotangents to send back.
+
+    At the end of the model it begins with the loss, forward too: so logits live within one action, and none are kept between
+    ticks. Where all stages share the head they have done so in an earlier tick.
     """
-    there, batch = number != IDLE, stage.microbatch(number)
-    moving, still = output[: len(received)], output[len(received) :]
-    shared = shared_of(stage.params)
-    loss_of = lambda shared, moving: stage.loss(shared, moving, still, batch)  # noqa: E731
-    loss, pull_loss, metrics = jax.vjp(loss_of, shared, moving, has_aux=True)
+    stage, pullback, sums = at.executor.stage, at.executor.pullback, carry.sums
+    assert pullback is not None
+    there, chunk, batch = at.work("backward")
+    ends, output = stage.is_last(chunk.number), at.take(carry, "outputs")
+    shared_grads: Params | None = None
+    if at.executor.shares_head:
+        begun = output
+    else:
+        loss, metrics, shared_grads, begun = _loss_backward(
+            at.executor, there & ends, batch, output[: len(received)], output[len(received) :]
+        )
+        sums = sums._replace(loss=sums.loss + loss, metrics=jax.tree.map(jnp.add, sums.metrics, metrics))
     # Cotangents, not gradients, are masked: a stage with nothing to do adds zeros.
-    shared_grads, begun = pull_loss(varying(jnp.where(there, 1, 0).astype(loss.dtype), varying_axes(loss)))
-    is_last = stage.index == stage.num_stages - 1
-    cotangents = [jnp.where(is_last, own, jnp.where(there, x, 0)) for own, x in zip(begun, received, strict=True)]
-    grads, sent = pullback.backward(kept, cotangents)
-    grads = grads | jax.tree.map(jnp.add, shared_of(grads), shared_grads)
-    loss, metrics = _where_there(there, (loss, metrics))
-    return Sums(loss, metrics, grads), sent
+    cotangents = [jnp.where(there, jnp.where(ends, own, x), 0) for own, x in zip(begun, received, strict=True)]
+    grads, stash, sent = pullback.backward(chunk, at.take(carry, "residuals"), cotangents)
+    if shared_grads is not None:
+        grads = grads | jax.tree.map(jnp.add, shared_of(grads), shared_grads)
+    assert sums.grads is not None
+    carry = carry._replace(sums=sums._replace(grads=stage.add_gradients(sums.grads, grads, chunk.number)))
+    return (at.put(carry, "stash", stash) if stash else carry), sent
 
 
-def _take(ring: list[Array], slot: Int[Array, ""]) -> list[Array]:
-    """The leaves in `slot`; any, where it is IDLE."""
-    return [lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False) for buffer in ring]
+def _loss_backward(
+    executor: _Executor, there: Array, batch: Batch, moving: list[Array], still: list[Array]
+) -> tuple[Array, dict[str, Array], Params, list[Array]]:
+    """(loss, metrics, gradients of what layers share, cotangents of the boundary) of a microbatch; zeros where it is not `there`."""
+    stage = executor.stage
+    shared = shared_of(stage.example.params)
+
+    def compute() -> tuple[Array, dict[str, Array], Params, list[Array]]:
+        loss_of = lambda shared, moving: stage.local_loss(shared, moving, still, batch)  # noqa: E731
+        loss, pull, metrics = jax.vjp(loss_of, shared, moving, has_aux=True)
+        grads, begun = pull(varying(jnp.where(there, 1, 0).astype(loss.dtype), varying_axes(loss)))
+        return *where_there(there, (loss, metrics)), grads, begun
+
+    if not executor.skips_head:
+        return compute()
+    # Only the types of this are looked at, so nothing of it runs.
+    nothing = compute()
+    return lax.cond(there, compute, lambda: jax.tree.map(zeros, nothing))
 
 
-def _put(ring: list[Array], leaves: list[Array], slot: Int[Array, ""], always: bool) -> list[Array]:
-    """`ring` with `leaves` in `slot`; as it was where that is IDLE, which it never is where it `always` is a slot."""
-    place = jnp.maximum(slot, 0)
+def _shared_head(at: _Tick, carry: _Carry, ended: _Message) -> _Carry:
+    """The loss of the microbatch that has come to the end of the model, which all stages compute together."""
+    stage, number = at.executor.stage, at.cell["head"]
+    there, batch = number != IDLE, stage.microbatch(jnp.maximum(number, 0), BATCH_AXES)
+    moving, still = ended
+    loss_of = lambda shared, moving: stage.loss(shared, moving, still, batch)  # noqa: E731
+    loss, pull, metrics = jax.vjp(loss_of, shared_of(stage.example.params), varying(moving), has_aux=True)
+    counted = there & (stage.index == stage.num_stages - 1)
+    sums = jax.tree.map(lambda total, more: total + jnp.where(counted, more, 0), carry.sums._replace(grads=None), Sums(loss, metrics, None))
+    if at.executor.pullback is None:
+        return carry._replace(sums=sums)
+    grads, begun = pull(varying(jnp.where(there, 1, 0).astype(loss.dtype), varying_axes(loss)))
+    assert carry.sums.grads is not None
+    shared_grads = jax.tree.map(jnp.add, shared_of(carry.sums.grads), grads)
+    carry = carry._replace(sums=sums._replace(grads=carry.sums.grads | shared_grads))
+    return at.put(carry, "outputs", varying(_sum_over_stages(begun)))
 
-    def put(buffer: Array, leaf: Array) -> Array:
-        # What is written in place costs half the memory traffic of a choice between old and new.
-        if not always:
-            leaf = jnp.where(slot == IDLE, lax.dynamic_index_in_dim(buffer, place, keepdims=False), leaf)
-        return lax.dynamic_update_index_in_dim(buffer, leaf, place, 0)
 
-    return [put(buffer, leaf) for buffer, leaf in zip(ring, leaves, strict=True)]
+def _weight(at: _Tick, carry: _Carry, stash: list[Array]) -> _Carry:
+    """The gradients of weights that an earlier backward action has left."""
+    stage, pullback = at.executor.stage, at.executor.pullback
+    assert pullback is not None and carry.sums.grads is not None
+    there, chunk, _ = at.work("weight")
+    grads = pullback.weight_gradients(where_there(there, stash))
+    return carry._replace(sums=carry.sums._replace(grads=stage.add_gradients(carry.sums.grads, grads, chunk.number)))
+
+
+def _forward(at: _Tick, carry: _Carry, received: list[Array]) -> _Carry:
+    """The forward action: leaves what backward needs, and what is to be sent."""
+    stage, pullback = at.executor.stage, at.executor.pullback
+    there, chunk, batch = at.work("forward")
+    num_moving = len(carry.sent_backward)
+    moving, still = received[:num_moving], received[num_moving:]
+    if pullback is None:
+        moving, still = stage.blocks(chunk, moving, still, batch)
+        if not at.executor.shares_head:
+            counted = there & stage.is_last(chunk.number)
+            loss, metrics = where_there(counted, stage.local_loss(shared_of(chunk.params), moving, still, batch))
+            found = Sums(loss, metrics, None)
+            carry = carry._replace(sums=jax.tree.map(jnp.add, carry.sums, found))
+    else:
+        moving, still, leaves = pullback.forward(chunk, moving, still, batch)
+        carry = at.put(carry, "residuals", leaves)
+        if not at.executor.shares_head:
+            carry = at.put(carry, "outputs", [*moving, *still])
+    return carry._replace(sent_forward=(moving, still))

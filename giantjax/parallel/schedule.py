@@ -1,117 +1,62 @@
-"""Pipeline schedules as values: tables that can be printed, checked, simulated and drawn without a device.
+"""Pipeline schedules by name, as tables that the executor runs, the simulator prices and a file can hold.
 
-A table says what each stage does in each tick. Stages move in lockstep: in one tick every stage runs at most one
-backward action, then at most one weight-gradient action, then at most one forward action, and what it produces
-travels to its neighbour at the end of the tick. An action therefore depends only on actions of earlier ticks.
-
-The devices execute exactly these tables (`giantjax.parallel.pipeline`), and the planner prices exactly these
-tables (`giantjax.parallel.simulate`).
+The devices execute exactly these tables (`giantjax.parallel.pipeline`), and the planner prices exactly these tables
+(`giantjax.parallel.simulate`). What a table is, `giantjax.parallel.schedule_table` says; its names can be had from here.
 """
-
-import itertools
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from giantjax.errors import InputError
+from giantjax.errors import InputError, did_you_mean
+from giantjax.parallel.schedule_file import read_schedule
+from giantjax.parallel.schedule_table import (
+    IDLE,
+    KINDS,
+    LETTERS,
+    Action,
+    Kind,
+    Mode,
+    Schedule,
+    Segment,
+    dependencies,
+    in_flight,
+    text,
+    validate,
+)
+from giantjax.parallel.slots import Slots, inbox_slots, output_slots, residual_slots, weight_slots
 
-Kind = Literal["backward", "weight", "forward"]
-KINDS: tuple[Kind, ...] = ("backward", "weight", "forward")
-"""In the order in which a tick runs them."""
-LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "weight": "W"}
-IDLE = -1
-
-
-class Action(NamedTuple):
-    """One piece of work of one stage."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-    chunk: int = 0
-
-    def __str__(self) -> str:
-        chunk = f" of chunk {self.chunk}" if self.chunk else ""
-        return f"{self.kind} of microbatch {self.microbatch}{chunk} on stage {self.stage}"
-
-
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """Which microbatch each stage works on in each tick; K ticks, S stages.
-
-    A cell holds `chunk * num_microbatches + microbatch`, or IDLE. A stage holds `num_chunks` chunks of the model;
-    the model runs through chunk 0 of every stage, then chunk 1 of every stage, and so on.
-    """
-
-    name: str
-    num_microbatches: int
-    num_chunks: int
-    forward: Int[np.ndarray, "K S"]
-    backward: Int[np.ndarray, "K S"]
-    weight: Int[np.ndarray, "K S"]
-    """Where the weight gradient is an action of its own; all IDLE where backward computes it."""
-
-    @property
-    def num_ticks(self) -> int:
-        """K."""
-        return self.forward.shape[0]
-
-    @property
-    def num_stages(self) -> int:
-        """S."""
-        return self.forward.shape[1]
-
-    @property
-    def splits_weight(self) -> bool:
-        """Whether weight gradients are actions of their own."""
-        return bool((self.weight != IDLE).any())
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is a backward pass at all."""
-        return bool((self.backward != IDLE).any())
-
-    def table(self, kind: Kind) -> Int[np.ndarray, "K S"]:
-        """The cells of one kind."""
-        return {"forward": self.forward, "backward": self.backward, "weight": self.weight}[kind]
-
-    def actions(self) -> list[tuple[int, Action]]:
-        """(tick, action) of everything there is to do, in the order in which it happens."""
-        found = []
-        for tick in range(self.num_ticks):
-            for kind in KINDS:
-                for stage in range(self.num_stages):
-                    cell = int(self.table(kind)[tick, stage])
-                    if cell != IDLE:
-                        chunk, microbatch = divmod(cell, self.num_microbatches)
-                        found.append((tick, Action(kind, stage, microbatch, chunk)))
-        return found
-
-    def segments(self) -> list["Segment"]:
-        """Runs of ticks in which the same kinds of work occur anywhere; each becomes one loop on the devices."""
-        present = np.stack([(self.table(kind) != IDLE).any(axis=1) for kind in KINDS], axis=1)
-        starts = [0, *(np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1), self.num_ticks]
-        return [
-            Segment(int(first), int(stop), tuple(kind for kind, there in zip(KINDS, present[first], strict=True) if there))
-            for first, stop in itertools.pairwise(starts)
-        ]
-
-
-class Segment(NamedTuple):
-    """Ticks [first, stop) in which these kinds of work occur."""
-
-    first: int
-    stop: int
-    kinds: tuple[Kind, ...]
+__all__ = [
+    "IDLE",
+    "KINDS",
+    "LETTERS",
+    "Action",
+    "Kind",
+    "Mode",
+    "Schedule",
+    "Segment",
+    "Slots",
+    "dependencies",
+    "forward_only",
+    "gpipe",
+    "in_flight",
+    "inbox_slots",
+    "interleaved",
+    "one_forward_one_backward",
+    "output_slots",
+    "residual_slots",
+    "schedule_of_name",
+    "text",
+    "validate",
+    "weight_slots",
+    "zero_bubble",
+]
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forward, then all backward (Huang et al., 2019): every microbatch is in flight at once."""
     _check_sizes(num_stages, num_microbatches)
     turn = num_microbatches + num_stages - 1
-    microbatch, stage = np.meshgrid(np.arange(num_microbatches), np.arange(num_stages), indexing="ij")
+    microbatch, stage = np.indices((num_microbatches, num_stages))
     return _from_ticks("gpipe", microbatch + stage, turn + microbatch + num_stages - 1 - stage)
 
 
@@ -122,190 +67,115 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
     of forward alone and before S ticks of backward alone every tick has both: (M + S - 1)(f + b) in all.
     """
     _check_sizes(num_stages, num_microbatches)
-    microbatch, stage = np.meshgrid(np.arange(num_microbatches), np.arange(num_stages), indexing="ij")
+    microbatch, stage = np.indices((num_microbatches, num_stages))
     return _from_ticks("1f1b", microbatch + stage, microbatch + 2 * num_stages - 1 - stage)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Forward of every microbatch, for evaluation."""
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al., 2021) in lockstep: the ramps cost what one chunk costs, not a whole stage.
+
+    Microbatches go through the chunks in groups of S: a group's chunk 0, then its chunk 1, and so on, backward the other
+    way round. The k-th forward action runs on stage s in tick k + s and the k-th backward action in tick
+    CS + k + S - 1 - s, so every result is needed in the tick it arrives. The step takes (M + (S - 1)/C)(f + b), f and b
+    being those of all C chunks, and at most CS + S - 1 chunks are in flight, the activations of S + (S - 1)/C microbatches.
+
+    Where S does not divide M, the groups are as few and as equal as groups of at least S can be. The step takes as
+    long, but messages between chunks wait, and as many more chunks are in flight as C - 1 times what the largest
+    group has above S. Fewer microbatches than stages leave gaps in the table: CS + M - 1 ticks of f/C and of b/C.
+    """
+    _check_sizes(num_stages, num_microbatches, num_chunks)
+    groups = np.array_split(np.arange(num_microbatches), max(1, num_microbatches // num_stages))
+    # Of each microbatch's group: its first microbatch, and how many actions it takes to the same microbatch's next chunk.
+    first = np.concatenate([np.full(len(group), group[0]) for group in groups])
+    turn = np.maximum(np.concatenate([np.full(len(group), len(group)) for group in groups]), num_stages)
+    chunk, microbatch, stage = np.indices((num_chunks, num_microbatches, num_stages))
+    number = num_chunks * first[microbatch] + microbatch - first[microbatch]
+    forward_at = number + chunk * turn[microbatch] + stage
+    begin = (num_chunks - 1) * turn.max() + num_stages
+    backward_at = begin + number + (num_chunks - 1 - chunk) * turn[microbatch] + num_stages - 1 - stage
+    return _from_ticks("interleaved", forward_at, backward_at)
+
+
+def zero_bubble(num_stages: int, num_microbatches: int, num_waiting: int | None = None) -> Schedule:
+    """ZB-H1 (Qi et al., 2023) in lockstep: 1F1B whose weight gradients are computed apart, on all stages in the same ticks.
+
+    Backward computes the gradient of its input alone. The weight gradient of microbatch m runs in tick m + 2S, one after
+    stage 0, the last of all, has its input gradient: (M + S - 1)(f + b) + M w in all, which no table without switch ticks
+    betters. A weight gradient that fell into other ticks on one stage than on another would be waited for twice.
+
+    As many microbatches as in 1F1B wait for backward, and at most S for their weight gradient, these on the last stage:
+    with both counted, at most 2S. With `num_waiting` v below S no more than v wait, and weight gradients take M + S - v
+    ticks: what lies between 1F1B and this.
+    """
     _check_sizes(num_stages, num_microbatches)
-    microbatch, stage = np.meshgrid(np.arange(num_microbatches), np.arange(num_stages), indexing="ij")
-    return _from_ticks("forward-only", microbatch + stage, None)
+    if num_waiting is not None and num_waiting < 1:
+        raise InputError(f"{num_waiting} microbatches may wait for their weight gradients; each waits a tick, so at least 1 has to")
+    microbatch, stage = np.indices((num_microbatches, num_stages))
+    forward_at, backward_at = microbatch + stage, microbatch + 2 * num_stages - 1 - stage
+    weight_at = backward_at + np.minimum(stage + 1, num_waiting or num_stages)
+    return _from_ticks("zero-bubble", forward_at, backward_at, weight_at)
 
 
-def schedule_of_name(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Forward of every microbatch, for evaluation."""
+    whole = interleaved(num_stages, num_microbatches, num_chunks)
+    num_ticks = int(np.flatnonzero((whole.forward != IDLE).any(axis=1))[-1]) + 1
+    idle = np.full((num_ticks, num_stages), IDLE, np.int32)
+    return Schedule("forward-only", num_microbatches, num_chunks, whole.forward[:num_ticks], idle, idle)
+
+
+def schedule_of_name(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule that `pipeline.schedule` names.
 
+    What a file comes to, `giantjax.parallel.schedule_file` says.
+
     Raises:
-        InputError: there is none of that name.
+        InputError: there is none of that name, or it is for other stages, microbatches or chunks.
     """
-    makers = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "forward-only": forward_only}
+    if name.endswith(".csv"):
+        return _of_file(name, num_stages, num_microbatches, num_chunks)
+    if name == "interleaved":
+        return interleaved(num_stages, num_microbatches, num_chunks)
+    makers = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zero-bubble": zero_bubble, "forward-only": forward_only}
     if name not in makers:
-        raise InputError(f"pipeline.schedule is {name}, which this version does not have yet; it has {', '.join(makers)}")
+        names = [*makers, "interleaved"]
+        raise InputError(f"pipeline.schedule is {name}; it must be {', '.join(names)} or a .csv file{did_you_mean(name, names)}")
+    if num_chunks != 1:
+        raise InputError(f"pipeline.num_chunks is {num_chunks}, but schedule {name} has 1 chunk a stage; only interleaved has more")
     return makers[name](num_stages, num_microbatches)
 
 
-def _check_sizes(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise InputError(f"a schedule of {num_stages} stages and {num_microbatches} microbatches is empty; each must be at least 1")
+def _of_file(path: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    schedule = read_schedule(path)
+    for found, given, what, field in (
+        (schedule.num_stages, num_stages, "stages (rows)", "mesh.pipe"),
+        (schedule.num_chunks, num_chunks, "chunks on each stage", "pipeline.num_chunks"),
+        (schedule.num_microbatches, num_microbatches, "microbatches", "pipeline.num_microbatches"),
+    ):
+        if found != given:
+            raise InputError(f"pipeline.schedule is {path}, a schedule of {found} {what}, but {field} is {given}")
+    if not schedule.trains:
+        raise InputError(f"pipeline.schedule is {path}, a schedule of forward actions alone, which trains nothing")
+    return schedule
 
 
-def _from_ticks(name: str, forward_at: Int[np.ndarray, "M S"], backward_at: Int[np.ndarray, "M S"] | None) -> Schedule:
-    """The table in which action (m, s) stands in the tick given for it."""
-    num_microbatches, num_stages = forward_at.shape
-    num_ticks = int(max(forward_at.max(), -1 if backward_at is None else backward_at.max())) + 1
-    forward, backward, weight = np.full((3, num_ticks, num_stages), IDLE, np.int32)
-    microbatch, stage = np.indices(forward_at.shape)
-    forward[forward_at, stage] = microbatch
-    if backward_at is not None:
-        backward[backward_at, stage] = microbatch
-    return Schedule(name, num_microbatches, 1, forward, backward, weight)
+def _check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    if min(num_stages, num_microbatches, num_chunks) < 1:
+        chunks = "" if num_chunks == 1 else f" of {num_chunks} chunks"
+        raise InputError(f"a schedule of {num_stages} stages{chunks} and {num_microbatches} microbatches is empty; each must be at least 1")
 
 
-def validate(schedule: Schedule) -> None:
-    """Make sure that every action stands in the table once, after all it depends on.
-
-    Raises:
-        InputError: a cell holds no action, or an action is missing, doubled, or stands before what it needs; the sentence
-            names it and the tick.
-    """
-    _check_cells(schedule)
-    when: dict[Action, int] = {}
-    for tick, action in schedule.actions():
-        if action in when:
-            raise InputError(f"schedule {schedule.name}: the {action} stands in tick {when[action]} and again in tick {tick}")
-        when[action] = tick
-    for action in _expected(schedule):
-        if action not in when:
-            raise InputError(f"schedule {schedule.name}: the {action} is missing from ticks 0 to {schedule.num_ticks - 1}")
-        for needed in dependencies(schedule, action):
-            # Within a tick, a stage's own backward comes before its weight gradient.
-            same_tick = needed.stage == action.stage and KINDS.index(needed.kind) < KINDS.index(action.kind)
-            if needed in when and when[needed] >= when[action] + same_tick:
-                order = "in the same tick as" if when[needed] == when[action] else "before"
-                raise InputError(
-                    f"schedule {schedule.name}: the {action} stands in tick {when[action]}, {order} the {needed} it waits for "
-                    f"(tick {when[needed]})"
-                )
-
-
-def _check_cells(schedule: Schedule) -> None:
-    """Make sure that the three tables are of one shape and that every cell is IDLE or an action there is."""
-    limit = schedule.num_chunks * schedule.num_microbatches
-    for kind in KINDS:
-        table = schedule.table(kind)
-        if table.shape != schedule.forward.shape:
-            raise InputError(f"schedule {schedule.name}: the {kind} table is {table.shape}, the forward table {schedule.forward.shape}")
-        for tick, stage in np.argwhere((table < IDLE) | (table >= limit)):
-            raise InputError(
-                f"schedule {schedule.name}: the {kind} cell of stage {stage} in tick {tick} holds {table[tick, stage]}; "
-                f"cells hold {IDLE} for idle, or 0 to {limit - 1} for {schedule.num_chunks} x {schedule.num_microbatches} microbatches"
-            )
-
-
-def _expected(schedule: Schedule) -> list[Action]:
-    """All there is to do; a schedule that has weight gradients has backward actions too, present or missing."""
-    backward: list[Kind] = ["backward"] if schedule.trains or schedule.splits_weight else []
-    kinds: list[Kind] = ["forward", *backward] + (["weight"] if schedule.splits_weight else [])
-    return [
-        Action(kind, stage, microbatch, chunk)
-        for microbatch in range(schedule.num_microbatches)
-        for chunk in range(schedule.num_chunks)
-        for stage in range(schedule.num_stages)
-        for kind in kinds
-    ]
-
-
-def dependencies(schedule: Schedule, action: Action) -> list[Action]:
-    """The actions whose results `action` needs."""
-    kind, stage, microbatch, chunk = action
-    last_stage, last_chunk = schedule.num_stages - 1, schedule.num_chunks - 1
-    if kind == "weight":
-        return [Action("backward", stage, microbatch, chunk)]
-    if kind == "forward":
-        if stage > 0:
-            return [Action("forward", stage - 1, microbatch, chunk)]
-        return [Action("forward", last_stage, microbatch, chunk - 1)] if chunk > 0 else []
-    own = [Action("forward", stage, microbatch, chunk)]
-    if stage < last_stage:
-        return [*own, Action("backward", stage + 1, microbatch, chunk)]
-    return [*own, Action("backward", 0, microbatch, chunk + 1)] if chunk < last_chunk else own
-
-
-class Slots(NamedTuple):
-    """Where a stage keeps what a forward action leaves for its backward action."""
-
-    number: int
-    """Slots a stage needs."""
-    write: Int[np.ndarray, "K S"]
-    """Slot that the tick's forward action fills; where there is none, one that nothing is in, or IDLE."""
-    read: Int[np.ndarray, "K S"]
-    """Slot that the tick's backward action takes."""
-
-    def of_stage(self, stage: int) -> "Slots":
-        """The columns of one stage, with as many slots as it needs by itself."""
-        write, read = self.write[:, [stage]], self.read[:, [stage]]
-        number = int(read.max()) + 1
-        return Slots(number, np.where(write < number, write, IDLE), read)
-
-
-def residual_slots(schedule: Schedule) -> Slots:
-    """Slots by liveness: a slot is free again in the tick whose backward action has taken it.
-
-    Backward runs before forward in a tick, so that the forward action of the same tick may fill the slot anew. Where a stage
-    has nothing to do, `write` names a slot that is free, as all but small 1F1B schedules and GPipe's last ticks have.
-    """
-    write = np.full(schedule.forward.shape, IDLE, np.int32)
-    read = np.full(schedule.forward.shape, IDLE, np.int32)
-    taken: dict[tuple[int, int], set[int]] = {}
-    number = 1
-    for stage in range(schedule.num_stages):
-        held: dict[int, int] = {}
-        free: list[int] = []
-        for tick in range(schedule.num_ticks):
-            done = int(schedule.backward[tick, stage])
-            if done != IDLE:
-                read[tick, stage] = held.pop(done)
-                free.append(int(read[tick, stage]))
-            begun = int(schedule.forward[tick, stage])
-            if begun != IDLE:
-                slot = min(free, default=len(held) + len(free))
-                if slot in free:
-                    free.remove(slot)
-                held[begun] = slot
-                write[tick, stage] = slot
-                number = max(number, slot + 1)
-            else:
-                taken[tick, stage] = set(held.values())
-    for place, slots in taken.items():
-        write[place] = min(set(range(number)) - slots, default=IDLE)
-    return Slots(number, write, read)
-
-
-def in_flight(schedule: Schedule) -> Int[np.ndarray, "S"]:
-    """The most microbatches whose forward has run and whose backward has not, on each stage."""
-    begun = np.cumsum(schedule.forward != IDLE, axis=0)
-    ended = np.cumsum(schedule.backward != IDLE, axis=0)
-    return (begun - ended).max(axis=0)
-
-
-def text(schedule: Schedule) -> str:
-    """The table as text: a line a stage, a column a tick, `F3` and `B3` for the actions of microbatch 3."""
-    columns = []
-    for tick in range(schedule.num_ticks):
-        cells = []
-        for stage in range(schedule.num_stages):
-            found = [LETTERS[kind] + _cell_words(schedule, int(schedule.table(kind)[tick, stage])) for kind in KINDS]
-            cells.append(" ".join(word for word in found if len(word) > 1))
-        width = max(len(cell) for cell in [*cells, str(tick)])
-        columns.append([str(tick).rjust(width)] + [cell.ljust(width) for cell in cells])
-    names = ["tick", *(f"stage {stage}" for stage in range(schedule.num_stages))]
-    width = max(map(len, names))
-    return "\n".join(" | ".join([name.ljust(width), *(column[row] for column in columns)]).rstrip() for row, name in enumerate(names))
-
-
-def _cell_words(schedule: Schedule, cell: int) -> str:
-    if cell == IDLE:
-        return ""
-    chunk, microbatch = divmod(cell, schedule.num_microbatches)
-    return f"{microbatch}" + (f".{chunk}" if schedule.num_chunks > 1 else "")
+def _from_ticks(
+    name: str,
+    forward_at: Int[np.ndarray, "*C M S"],
+    backward_at: Int[np.ndarray, "*C M S"] | None = None,
+    weight_at: Int[np.ndarray, "*C M S"] | None = None,
+) -> Schedule:
+    """The table in which each action of (chunk, if there are several, microbatch, stage) stands in the tick given for it."""
+    num_microbatches, num_stages = forward_at.shape[-2:]
+    given = [ticks for ticks in (forward_at, backward_at, weight_at) if ticks is not None]
+    tables = np.full((3, max(int(ticks.max()) for ticks in given) + 1, num_stages), IDLE, np.int32)
+    cell, stage = np.indices((forward_at.size // num_stages, num_stages))
+    for table, ticks in zip(tables, given, strict=False):
+        table[ticks.reshape(cell.shape), stage] = cell
+    return Schedule(name, num_microbatches, len(cell) // num_microbatches, *tables)

@@ -8,19 +8,21 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from giantjax.errors import InputError
-from giantjax.parallel.schedule import KINDS, Action, Kind, Schedule, dependencies, validate
+from giantjax.parallel.orders import Orders, table_orders
+from giantjax.parallel.schedule_table import KINDS, Action, Kind, Schedule, dependencies, validate
+from giantjax.parallel.timeline import Event, Execution, Timeline, Transfer
 
-Execution = Literal["lockstep", "asynchronous"]
 Sends = Literal["overlap", "block"]
-Orders = Sequence[Sequence[Action]]
-"""What each stage does, one action after the other."""
+Work = dict[Kind, list[Action]]
+"""Of one tick."""
+Durations = Mapping[Kind, Float[np.ndarray, "S chunks"]]
 
 
 @dataclass(frozen=True)
@@ -93,100 +95,10 @@ def _spread(kind: Kind, durations: ArrayLike, num_stages: int, num_chunks: int) 
     return np.broadcast_to(column, (num_stages, num_chunks))
 
 
-class Event(NamedTuple):
-    """One action and when it ran."""
-
-    action: Action
-    start: float
-    end: float
-
-    @property
-    def stage(self) -> int:
-        """The stage that ran it."""
-        return self.action.stage
-
-
-class Transfer(NamedTuple):
-    """The message that carries the result of `action` to the stage that needs it."""
-
-    action: Action
-    receiver: int
-    start: float
-    end: float
-    exposed: float
-    """Seconds for which a stage stood idle that this message kept waiting."""
-
-    @property
-    def sender(self) -> int:
-        """The stage it comes from."""
-        return self.action.stage
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """One step of a schedule, from the first forward action to the last backward action. Times in seconds."""
-
-    name: str
-    """Of the schedule."""
-    execution: Execution
-    num_stages: int
-    num_microbatches: int
-    events: tuple[Event, ...]
-    """Every action, stage by stage in the order in which the stage ran them."""
-    transfers: tuple[Transfer, ...]
-    """Every message between two stages, by its start."""
-    step_time: float
-    exposed_transfer: float
-    """By how much the step is longer than it would be if messages arrived at once."""
-
-    @property
-    def busy(self) -> Float[np.ndarray, "S"]:
-        """Seconds for which each stage does useful work."""
-        seconds = [event.end - event.start for event in self.events]
-        return np.bincount([event.stage for event in self.events], seconds, self.num_stages)
-
-    @property
-    def bubble_by_stage(self) -> Float[np.ndarray, "S"]:
-        """1 - (useful work of the stage) / (step time).
-
-        The rest is waiting, be it for a neighbour, for a message, or for a slower stage of the same tick; what a
-        lockstep stage computes meanwhile to be thrown away is no use. Lockstep GPipe and 1F1B with equal stages and
-        free links take (M + S - 1)(f + b), of which every stage uses M(f + b): each bubble is (S - 1)/(M + S - 1),
-        whatever f and b are. This is a share of the whole step; papers that divide by the useful work alone write
-        (S - 1)/M for the same schedule (Narayanan et al., 2021).
-        """
-        return 1 - self.busy / self.step_time if self.step_time else np.zeros(self.num_stages)
-
-    @property
-    def bubble(self) -> float:
-        """Mean of `bubble_by_stage`."""
-        return float(self.bubble_by_stage.mean())
-
-    @property
-    def in_flight(self) -> Int[np.ndarray, "S"]:
-        """The most microbatches (of chunks, where there are several) in flight at once on each stage.
-
-        One is in flight from the start of its first action on the stage to the end of its last, which is its weight
-        gradient where that is an action of its own, and forward itself where there is no backward pass.
-        """
-        peaks = np.zeros(self.num_stages, int)
-        last = {(action.stage, action.microbatch, action.chunk): action for action, _, _ in self.events}
-        now = np.zeros(self.num_stages, int)
-        for action, _, _ in self.events:
-            now[action.stage] += action.kind == "forward"
-            peaks[action.stage] = max(peaks[action.stage], now[action.stage])
-            now[action.stage] -= last[action.stage, action.microbatch, action.chunk] == action
-        return peaks
-
-    def peak_activation_bytes(self, bytes_in_flight: ArrayLike) -> Float[np.ndarray, "S"]:
-        """Bytes of activations each stage holds at most, if one microbatch in flight takes `bytes_in_flight` (one number, or [S])."""
-        return self.in_flight * np.asarray(bytes_in_flight, float)
-
-
 def lockstep(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of a table on giantjax's executor.
 
-    All stages run the same kinds of action in a tick, so a kind that occurs anywhere in the tick takes all stages as
+    In a lockstep tick all stages run the same kinds of action, so a kind that occurs anywhere in it takes all stages as
     long as it takes the slowest stage and chunk. What travels, travels in this order (one tick's loop body):
 
     1. The last tick's forward results leave, and travel while backward and weight gradients are computed.
@@ -194,6 +106,9 @@ def lockstep(schedule: Schedule, costs: Costs) -> Timeline:
     3. The input gradients leave when backward has ended and the forward results have arrived, and travel while weight
        gradients and forward are computed.
     4. The next tick waits for those of them that its backward needs.
+
+    In a switch tick each stage runs its own cells alone, and the tick takes as long as the busiest stage. Messages travel
+    outside of the branches, beside no work: the last tick's forward results before, the input gradients after it.
 
     With message time h on every boundary, lockstep 1F1B of S > 1 equal stages takes (M + S - 1)(f + b) for the work and
     exposes 2(S - 1) h while it fills and drains, plus (M - 1)(max(0, h - b) + max(0, h - f)) between.
@@ -203,25 +118,55 @@ def lockstep(schedule: Schedule, costs: Costs) -> Timeline:
     """
     validate(schedule)
     durations = costs.durations(schedule)
-    mail = _Mail(costs.hop, _receivers(schedule))
-    events: list[Event] = []
+    mail, events = _Mail(costs.hop, _receivers(schedule)), list[Event]()
+    ticks = _ticks(schedule)
     leaving: list[Action] = []
     clock = exposed = 0.0
-    for work in _ticks(schedule):
-        clock, waited = mail.wait(clock, work["backward"])
-        exposed += waited
-        received = max([clock, *(mail.send(action, clock) for action in leaving)])
-        for kind in KINDS:
-            if kind == "forward":
-                clock, waited = mail.wait(clock, work["forward"])
-                exposed += waited
-            events += [Event(action, clock, clock + durations[kind][action.stage, action.chunk]) for action in work[kind]]
-            clock += durations[kind].max() if work[kind] else 0.0
-            if kind == "backward":
-                for action in work["backward"]:
-                    mail.send(action, max(clock, received))
-        leaving = work["forward"]
+    for segment in schedule.segments():
+        run = _switch_tick if segment.mode == "switch" else _lockstep_tick
+        for work in ticks[segment.first : segment.stop]:
+            clock, waited = run(work, leaving, clock, durations, mail, events)
+            exposed += waited
+            leaving = work["forward"]
     return _timeline(schedule, "lockstep", events, mail, float(clock), float(exposed))
+
+
+def _lockstep_tick(
+    work: Work, leaving: Sequence[Action], clock: float, durations: Durations, mail: "_Mail", events: list[Event]
+) -> tuple[float, float]:
+    """(when the tick ends, seconds of it spent on waiting for messages) of one that starts at `clock`; its events are added."""
+    clock, exposed = mail.wait(clock, work["backward"])
+    received = max([clock, *(mail.send(action, clock) for action in leaving)])
+    for kind in KINDS:
+        if kind == "forward":
+            clock, waited = mail.wait(clock, work["forward"])
+            exposed += waited
+        events += [Event(action, clock, clock + durations[kind][action.stage, action.chunk]) for action in work[kind]]
+        clock += durations[kind].max() if work[kind] else 0.0
+        if kind == "backward":
+            for action in work["backward"]:
+                mail.send(action, max(clock, received))
+    return clock, exposed
+
+
+def _switch_tick(
+    work: Work, leaving: Sequence[Action], clock: float, durations: Durations, mail: "_Mail", events: list[Event]
+) -> tuple[float, float]:
+    """The same of a tick in which each stage runs its own cells alone."""
+    for action in leaving:
+        mail.send(action, clock)
+    begin = mail.wait_for_all(clock)
+    free: dict[int, float] = {}
+    for kind in KINDS:
+        for action in work[kind]:
+            start = free.get(action.stage, begin)
+            free[action.stage] = start + durations[kind][action.stage, action.chunk]
+            events.append(Event(action, start, free[action.stage]))
+    end = max(free.values())
+    for action in work["backward"]:
+        mail.send(action, end)
+    done = mail.wait_for_all(end)
+    return done, begin - clock + done - end
 
 
 def asynchronous(schedule: Schedule, costs: Costs, orders: Orders | None = None, sends: Sends = "overlap") -> Timeline:
@@ -251,32 +196,6 @@ def asynchronous(schedule: Schedule, costs: Costs, orders: Orders | None = None,
     return _timeline(schedule, "asynchronous", events, mail, step_time, step_time - free_time)
 
 
-def table_orders(schedule: Schedule) -> list[list[Action]]:
-    """What each stage does in the order of the table."""
-    orders: list[list[Action]] = [[] for _ in range(schedule.num_stages)]
-    for _, action in schedule.actions():
-        orders[action.stage].append(action)
-    return orders
-
-
-def megatron_orders(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """1F1B as Megatron-LM runs it, each stage on its own (Narayanan et al., 2021, figure 4, above).
-
-    Stage s runs S - 1 - s forward actions, then forward and backward in turn, then the backward actions left, so that
-    at most S - s microbatches are in flight on it.
-    """
-    orders = []
-    for stage in range(num_stages):
-        ahead = min(num_stages - 1 - stage, num_microbatches)
-        order = [Action("forward", stage, microbatch) for microbatch in range(ahead)]
-        for microbatch in range(num_microbatches):
-            if microbatch + ahead < num_microbatches:
-                order.append(Action("forward", stage, microbatch + ahead))
-            order.append(Action("backward", stage, microbatch))
-        orders.append(order)
-    return orders
-
-
 class _Mail:
     """Messages under way and delivered."""
 
@@ -285,6 +204,8 @@ class _Mail:
         self.receivers = receivers
         self.inbox: dict[Action, Transfer] = {}
         """By the action that needs it; no action needs two."""
+        self.under_way: list[Action] = []
+        """The receivers of messages that nothing has waited for as a whole."""
         self.wire_free: dict[tuple[int, int], float] = {}
 
     def send(self, action: Action, ready: float) -> float:
@@ -296,6 +217,7 @@ class _Mail:
         start = max(ready, self.wire_free.get(wire, 0.0))
         self.wire_free[wire] = start + self.hop
         self.inbox[receiver] = Transfer(action, receiver.stage, start, start + self.hop, 0.0)
+        self.under_way.append(receiver)
         return start + self.hop
 
     def wait(self, clock: float, actions: Iterable[Action]) -> tuple[float, float]:
@@ -309,15 +231,21 @@ class _Mail:
                 self.expose(action, transfer.end - max(clock, transfer.start))
         return ready, ready - clock
 
+    def wait_for_all(self, clock: float) -> float:
+        """When all messages handed over by `clock` have arrived, whether they are needed then or not."""
+        late = [receiver for receiver in self.under_way if self.inbox[receiver].end > clock]
+        for receiver in late:
+            self.expose(receiver, self.inbox[receiver].end - max(clock, self.inbox[receiver].start))
+        self.under_way = []
+        return max((self.inbox[receiver].end for receiver in late), default=clock)
+
     def expose(self, receiver: Action, seconds: float) -> None:
         """The message to `receiver` keeps a stage idle for so long."""
         transfer = self.inbox[receiver]
         self.inbox[receiver] = transfer._replace(exposed=max(transfer.exposed, seconds))
 
 
-def _run(
-    schedule: Schedule, orders: Orders, durations: Mapping[Kind, Float[np.ndarray, "S chunks"]], hop: float, sends: Sends
-) -> tuple[list[Event], _Mail]:
+def _run(schedule: Schedule, orders: Orders, durations: Durations, hop: float, sends: Sends) -> tuple[list[Event], _Mail]:
     """Let each stage go on as far as it can, again and again, until all lists are done."""
     mail = _Mail(hop, _receivers(schedule))
     events: list[Event] = []
@@ -337,11 +265,11 @@ def _run(
                 events.append(Event(action, start, end))
                 done.add(action)
         if len(done) == before:
-            raise _deadlock(schedule, {stage: order[0] for stage, order in enumerate(ahead) if order}, done)
+            raise deadlock(schedule, {stage: order[0] for stage, order in enumerate(ahead) if order}, done)
     return events, mail
 
 
-def _deadlock(schedule: Schedule, heads: Mapping[int, Action], done: set[Action]) -> InputError:
+def deadlock(schedule: Schedule, heads: Mapping[int, Action], done: set[Action]) -> InputError:
     """The ring of actions that wait for each other, found by asking each stage's next action what it waits for."""
     action = next(iter(heads.values()))
     seen: list[Action] = []
@@ -377,9 +305,9 @@ def _receivers(schedule: Schedule) -> dict[Action, Action]:
     return {needed: action for _, action in schedule.actions() for needed in dependencies(schedule, action) if needed.stage != action.stage}
 
 
-def _ticks(schedule: Schedule) -> list[dict[Kind, list[Action]]]:
+def _ticks(schedule: Schedule) -> list[Work]:
     """The actions of each tick by kind."""
-    ticks: list[dict[Kind, list[Action]]] = [{kind: [] for kind in KINDS} for _ in range(schedule.num_ticks)]
+    ticks: list[Work] = [{kind: [] for kind in KINDS} for _ in range(schedule.num_ticks)]
     for tick, action in schedule.actions():
         ticks[tick][action.kind].append(action)
     return ticks

@@ -1,8 +1,9 @@
 """What the parallel machinery knows of a model, and how layers are dealt to pipeline stages."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +12,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from giantjax.parallel.product import Weight, is_stash_or_none
+
 Params = dict[str, Any]
 """`blocks`, whose leaves are stacked by layer, [num_layers, ...], and any further entries, shared by all stages."""
 Batch = dict[str, Array]
 Boundary: TypeAlias = Any
 """What goes from block to block: any pytree of arrays of fixed shapes; those that are not floating carry no cotangent."""
 BLOCKS = "blocks"
-
-
-class Weight(NamedTuple):
-    """A parameter with its copy in the type of matrix products, which is made once a step.
-
-    Products read the copy, and give its gradient, in fp32, to the parameter.
-    """
-
-    parameter: Array
-    copy: Array
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,8 @@ class Model:
     """In each parameter's place whether it arrives as a `Weight` with a copy in `dtype`; None casts nothing."""
     dtype: DTypeLike | None = None
     """Of the copies."""
+    spreads_head: bool = False
+    """Whether all stages compute `loss` together, each a share of it, such as a part of the vocabulary, over the mesh axis `pipe`."""
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By recompute policy the names (`jax.ad_checkpoint.checkpoint_name`) in a block whose values the backward pass finds
     kept; a policy without an entry keeps all that autodiff asks for."""
@@ -70,44 +65,56 @@ def shared_of(params: Params) -> Params:
 def compute_copies(model: Model, params: Params) -> Params:
     """In each parameter's place its copy in `model.dtype`, or None where it has none."""
     casts = model.casts or jax.tree.map(lambda _: False, params)
-    return jax.tree.map(lambda x, casts: x.astype(model.dtype) if casts else None, params, casts)
+    copy = lambda x: x if x.dtype == model.dtype else x.astype(model.dtype)  # noqa: E731
+    return jax.tree.map(lambda x, casts: copy(x) if casts else None, params, casts)
 
 
-def with_copies(params: Params, copies: Params) -> Params:
-    """`params`, those that have a copy as a `Weight`; only the parameters are what a gradient is taken of."""
-    return jax.tree.map(lambda copy, x: x if copy is None else Weight(x, copy), copies, params, is_leaf=lambda copy: copy is None)
+def with_copies(params: Params, copies: Params, stashes: Params | None = None) -> Params:
+    """`params`, those that have a copy as a `Weight`; only the parameters are what a gradient is taken of.
 
-
-def layer_table(num_layers: int, num_stages: int) -> Int[np.ndarray, "S L"]:
-    """Which layers each stage holds, in order; -1 pads stages that hold fewer.
-
-    The first stages take one more where the layers do not divide.
+    `stashes` has in a parameter's place the `Stash` of its `Weight`, or None.
     """
-    size, more = divmod(num_layers, num_stages)
-    table = np.full((num_stages, size + (more > 0)), -1, np.int32)
+    stashes = jax.tree.map(lambda _: None, params) if stashes is None else stashes
+    return jax.tree.map(
+        lambda stash, copy, x: x if copy is None else Weight(x, copy, stash), stashes, copies, params, is_leaf=is_stash_or_none
+    )
+
+
+def layer_table(num_layers: int, num_stages: int, num_chunks: int = 1) -> Int[np.ndarray, "S L"]:
+    """Which layers each stage holds, chunk after chunk, all chunks of one length; -1 pads those that hold fewer.
+
+    The model runs through the first chunk of every stage, then the second of every stage, and so on. The first of these take
+    one more layer where the layers do not divide.
+    """
+    size, more = divmod(num_layers, num_stages * num_chunks)
+    table = np.full((num_chunks, num_stages, size + (more > 0)), -1, np.int32)
     first = 0
-    for stage in range(num_stages):
-        count = size + (stage < more)
-        table[stage, :count] = np.arange(first, first + count)
+    for number, (chunk, stage) in enumerate(np.ndindex(num_chunks, num_stages)):
+        count = size + (number < more)
+        table[chunk, stage, :count] = np.arange(first, first + count)
         first += count
-    return table
+    return table.transpose(1, 0, 2).reshape(num_stages, -1)
+
+
+def is_in_order(table: Int[np.ndarray, "S L"]) -> bool:
+    """Whether stages hold the layers one after the other, without padding, so that both layouts are the same."""
+    return bool((table.ravel() == np.arange(table.size)).all())
 
 
 def to_device_layout(stacked: PyTree, table: Int[np.ndarray, "S L"]) -> PyTree:
     """Leaves stacked by layer, [num_layers, ...], as leaves [S * L, ...] in the order of `table`, zeros where it pads."""
-    order = table.ravel()
-    if (order >= 0).all():
+    if is_in_order(table):
         return stacked
+    order = table.ravel()
     real = order >= 0
     return jax.tree.map(lambda a: jnp.where(real.reshape(-1, *[1] * (a.ndim - 1)), a[np.maximum(order, 0)], 0), stacked)
 
 
 def to_disk_layout(stacked: PyTree, table: Int[np.ndarray, "S L"]) -> PyTree:
     """The inverse of `to_device_layout`."""
-    order = table.ravel()
-    if (order >= 0).all():
+    if is_in_order(table):
         return stacked
-    places = np.flatnonzero(order >= 0)
+    places = np.argsort(table.ravel())[int((table < 0).sum()) :]
     return jax.tree.map(lambda a: a[places], stacked)
 
 
@@ -125,9 +132,21 @@ def group_layers(stacked: PyTree, recompute: str) -> list[PyTree]:
     return [jax.tree.map(lambda a: a[first:stop].reshape(-1, size, *a.shape[1:]), stacked) for first, stop, size in cuts]  # noqa: B023
 
 
-def ungroup_layers(groups: list[PyTree]) -> PyTree:
-    """Leaves stacked by layer from groups [n, K, ...]."""
-    return jax.tree.map(lambda *parts: jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in parts]), *groups)
+def ungroup_layers(groups: list[PyTree], num_dims: list[int]) -> PyTree:
+    """Leaves stacked by layer, [L, ...], from groups of which each has so many dims for its layers."""
+    if num_dims == [1]:
+        return groups[0]
+
+    def join(*parts: Array) -> Array:
+        return jnp.concatenate([a.reshape(-1, *a.shape[number:]) for a, number in zip(parts, num_dims, strict=True)])
+
+    return jax.tree.map(join, *groups)
+
+
+def cut_layers(num_layers: int, num_parts: int) -> list[slice]:
+    """Layers in order, cut into parts of which none has more than one layer more than another."""
+    ends = np.linspace(0, num_layers, num_parts + 1).round().astype(int)
+    return [slice(int(first), int(stop)) for first, stop in itertools.pairwise(ends)]
 
 
 def recompute_interval(recompute: str) -> int:

@@ -19,9 +19,34 @@ STAND_IN = "A100-40GB"
 def with_plan(config: RunConfig, plan: Plan) -> RunConfig:
     """`config` with the mesh, microbatches, recomputing, sharing and compression of `plan`."""
     mesh = replace(config.mesh, pipe=plan.pipe, replica=plan.replica, data=plan.data, tensor=plan.tensor, plan="config")
-    pipeline = replace(config.pipeline, schedule=plan.schedule, microbatch_size=plan.microbatch_size, num_microbatches=None)
+    pipeline = replace(
+        config.pipeline,
+        schedule=plan.schedule,
+        num_chunks=plan.num_chunks,
+        head=plan.head,
+        microbatch_size=plan.microbatch_size,
+        num_microbatches=None,
+    )
     training = replace(config.training, zero_stage=plan.zero_stage, recompute=plan.recompute, compression=plan.compression)
     return replace(config, mesh=mesh, pipeline=pipeline, training=training)
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan that `config` describes, its mesh resolved."""
+    return Plan(
+        pipe=config.mesh.pipe,
+        replica=config.mesh.replica,
+        data=config.mesh.data,
+        tensor=config.mesh.tensor,
+        microbatch_size=config.microbatch_size,
+        num_microbatches=config.num_microbatches,
+        schedule=config.pipeline.schedule,
+        num_chunks=config.pipeline.num_chunks,
+        head=config.pipeline.head,
+        recompute=config.training.recompute,
+        zero_stage=config.training.zero_stage,
+        compression=config.training.compression,
+    )
 
 
 def resolve_mesh(config: RunConfig, machine: Machine, nodes: Nodes, like: Cluster | None = None) -> tuple[RunConfig, str | None]:

@@ -19,15 +19,14 @@ from giantjax.planner.exchange import (
 from giantjax.planner.flops import flops_per_sample
 from giantjax.planner.layer import BLOCKWISE, attention, block, embedding, head
 from giantjax.planner.links import Wires, place
+from giantjax.planner.pipelining import pipelined, shared_hop
 from giantjax.planner.plan import Plan, Traits
+from giantjax.planner.sharing import sharing_seconds
 from giantjax.planner.stage_memory import kept_bytes
 from giantjax.planner.traffic import step_bytes
 
 TENSOR_HIDDEN = 0.7
 """Share of tensor-parallel collectives that lies over products where a program splits both (Transformer Engine's user buffers)."""
-
-PUT, TAKEN = 2, 2
-"""Times that what a slot of a pipeline keeps is read or written, as the compiled tick has it: copied there, and taken out."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
     layer = _layer(processor, model, plan, traits) + passes.times(gather)
     layers = _layers(model, plan, traits)
     sizes = sizes_of(model, plan, layers, traits)
-    first, last = embedding(processor, model, plan.microbatch_size), head(processor, model, plan.microbatch_size, plan.tensor, traits)
+    first, ways = embedding(processor, model, plan.microbatch_size), plan.pipe if plan.head == "shared" else 1
+    last = head(processor, model, plan.microbatch_size, plan.tensor, traits, ways)
     per_microbatch = processor.moved(sizes.stage * accumulated_bytes(plan, traits))
 
     hop, crosses = 0.0, plan.pipe > where.stages_in_node
@@ -76,28 +76,36 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
         message = boundary / (plan.tensor if traits.sharded_boundary else 1)
         hop = wires.message(message, cluster.gpus_per_node / where.stages_in_node, crosses=crosses)
     if lockstep:
-        # Every stage runs the embedding with each forward action, and head and loss, both ways, with each backward one.
-        work = layer.times(layers) + first
-        work += Pass(0.0, last.forward + last.backward) if plan.pipe > 1 else last
-        if plan.pipe > 1:
-            kept = kept_bytes(model, plan, traits, processor.width) * layers
-            work += Pass(processor.moved(PUT * kept), processor.moved(TAKEN * kept))
-        stages = [work.forward + work.backward + per_microbatch] * plan.pipe
-        duration = timeline.lockstep(plan.schedule, plan.pipe, plan.num_microbatches, work.forward, work.backward + per_microbatch, hop)
+        found = pipelined(
+            layer.times(layers),
+            first,
+            last,
+            layers * _weight_products(processor, model, plan),
+            model,
+            plan,
+            processor,
+            sizes,
+            per_microbatch,
+            kept_bytes(model, plan, traits, processor.width) * layers,
+            hop,
+            shared_hop(boundary / plan.tensor, plan, where, wires, cluster.gpus_per_node) if plan.head == "shared" else 0.0,
+        )
+        stages, duration = [found.stage] * plan.pipe, found.duration
     else:
         stages = _stages(layer, first, last, layers, plan, traits, per_microbatch)
         hidden = 1 - constants.contention if traits.overlap_pipe else 0.0
         duration = timeline.asynchronous(stages, plan.num_microbatches, hop, plan.num_chunks, hidden)
 
+    sharing = sharing_seconds(sizes, plan, wires, layers, processor.width) if lockstep else 0.0
     rounding = rounding_seconds(sizes, plan, processor)
     exchange = exchange_seconds(sizes, plan, cluster, where, traits, wires, cover=max(stages), ending=layers * layer.backward)
     owned = sizes.stage / (zero_ways(plan, traits) if plan.zero_stage else 1)
     optimizer = optimizer_seconds(owned, plan, cluster, processor, traits)
     tied = tied_seconds(sizes, plan, cluster, where, traits, wires)
-    seconds = duration.total + exchange + rounding + optimizer + tied
+    seconds = duration.total + sharing + exchange + rounding + optimizer + tied
     collectives = plan.num_microbatches * layers * gather * (passes.forward + passes.backward)
     useful = plan.num_microbatches * sum(stages) / plan.pipe
-    network, nvlink = step_bytes(plan, where, traits, sizes, boundary, passes, layers)
+    network, nvlink = step_bytes(plan, where, traits, sizes, boundary, passes, layers, processor.width)
     flops = flops_per_sample(model) * plan.samples / (plan.num_devices * cluster.gpu.half_flops)
     tensor_crosses = where.tensor.nodes > 1
     exposed = (duration.exposed if crosses else 0.0) + (exchange if where.data.nodes > 1 else 0.0) + (tied if crosses else 0.0)
@@ -114,7 +122,7 @@ def step_cost(model: ModelConfig, plan: Plan, cluster: Cluster, traits: Traits, 
             "tensor collectives": collectives,
             "bubble": duration.work - useful,
             "pipeline messages": duration.exposed,
-            "data-parallel collectives": exchange,
+            "data-parallel collectives": sharing + exchange,
             "tied embedding": tied,
             "rounding": rounding,
             "optimizer": optimizer,
@@ -139,6 +147,18 @@ def _layer(processor: Processor, model: ModelConfig, plan: Plan, traits: Traits)
     return Pass(whole.forward, whole.backward + again)
 
 
+def _weight_products(processor: Processor, model: ModelConfig, plan: Plan) -> float:
+    """Seconds of the products that give the gradients of a block's weights."""
+    hidden, inner, tokens = model.hidden_size, model.inner_size, plan.microbatch_size * model.sequence_length
+    shapes = (
+        (hidden, 3 * hidden / plan.tensor),
+        (hidden / plan.tensor, hidden),
+        (hidden, inner / plan.tensor),
+        (inner / plan.tensor, hidden),
+    )
+    return sum(processor.product(inputs, outputs, tokens) for inputs, outputs in shapes)
+
+
 def _tensor_passes(plan: Plan, traits: Traits) -> Pass:
     """Reduce-scatters and all-gathers of a boundary in one block; an all-reduce is two.
 
@@ -153,7 +173,7 @@ def _tensor_passes(plan: Plan, traits: Traits) -> Pass:
 def _layers(model: ModelConfig, plan: Plan, traits: Traits) -> float:
     """Layers of the fullest stage; a lockstep program pads all stages to it."""
     if traits.execution == "lockstep":
-        return -(-model.num_layers // plan.pipe)
+        return -(-model.num_layers // (plan.pipe * plan.num_chunks)) * plan.num_chunks
     return (model.num_layers + (2 if traits.balanced else 0)) / plan.pipe
 
 

@@ -34,6 +34,15 @@ class Sizes:
     """Of `stage`, the weights of matrix products, which have a copy in the compute type."""
     whole: float = 0.0
     """Of `table`, what every device of `tensor` has all of."""
+    stage_layers: float = 0.0
+    """Layers of the fullest stage."""
+    token: float = 0.0
+    """Of `table`, the embedding of tokens, and as much again where the head is not tied to it."""
+
+    @property
+    def matrices(self) -> float:
+        """Of `cast`, what is in layers."""
+        return self.cast - self.token
 
     def exchanged(self, plan: Plan, traits: Traits) -> float:
         """Those that a stage's data-parallel devices exchange among themselves: ours has the embedding on every stage of a pipeline,
@@ -53,16 +62,19 @@ def sizes_of(model: ModelConfig, plan: Plan, layers: float, traits: Traits) -> S
         layer += 6 * hidden * (1 - 1 / plan.tensor)
         whole = (model.sequence_length + 2) * hidden
         shared = table * (2 if model.head == "untied" else 1) + whole
-        return Sizes(layer, shared, layer * layers + shared, matrices * layers + table, whole)
+        return Sizes(layer, shared, layer * layers + shared, matrices * layers + table, whole, layers, table)
     return Sizes(layer, table, layer * layers + table, layer * layers + table)
 
 
 def accumulated_bytes(plan: Plan, traits: Traits) -> float:
     """Bytes a parameter moved in each microbatch: gradients added up, and weights cast."""
+    if traits.execution == "lockstep":
+        # Written and read whole and added as shares; and weights written as they are gathered, twice.
+        return 8 + 16 / plan.data + (4 if plan.zero_stage == 3 else 0) if plan.zero_stage >= 2 else 16
     cast = 6 / (plan.ways if plan.zero_stage == 3 else 1) if traits.casts_weights else 0
     if plan.zero_stage >= 2:
         return 4 + cast
-    return (16 if traits.execution == "lockstep" else 10) + cast
+    return 10 + cast
 
 
 def zero_ways(plan: Plan, traits: Traits) -> int:
@@ -75,9 +87,9 @@ def exchange_seconds(
 ) -> float:
     """Seconds by which data parallelism makes the step longer.
 
-    ZeRO 2 and 3 gather parameters and scatter gradients in every microbatch, over the work `cover` of one, whose layers wait for
-    what they need; otherwise gradients are reduced once, after the last microbatch or over `ending`, its backward layers, which
-    only the part of the transfer inside the node disturbs.
+    Others' ZeRO 2 and 3 gather parameters and scatter gradients in every microbatch, over the work `cover` of one, whose layers wait
+    for what they need; otherwise gradients are reduced once, after the last microbatch or over `ending`, its backward layers, which
+    only the part of the transfer inside the node disturbs. What ours does in every tick is in `sharing_seconds`.
     """
     if plan.ways == 1:
         return 0.0
@@ -89,7 +101,7 @@ def exchange_seconds(
     def one_pass(width: float) -> float:
         return wires.one_pass(sizes.exchanged(plan, traits) * width, where.data, rings, cards if plan.zero_stage >= 2 else None)
 
-    if plan.zero_stage >= 2:
+    if plan.zero_stage >= 2 and traits.execution == "asynchronous":
         gathers = 2 if plan.zero_stage == 3 else 1
         moving = gathers * one_pass(2) + one_pass(traits.gradient_bytes)
         moving += (gathers + 1) * (sizes.stage - sizes.table) / sizes.layer * wires.constants.collective_latency
@@ -106,11 +118,19 @@ def exchange_seconds(
 
 
 def _inside_first(sizes: Sizes, plan: Plan, where: Place, traits: Traits, wires: Wires, rings: float) -> float:
-    """Gradients scattered inside the node, shares reduced across nodes, gradients or under ZeRO parameters gathered inside."""
+    """Gradients scattered inside the node, shares reduced across nodes, gradients or under ZeRO parameters gathered inside.
+
+    From ZeRO 2 on gradients have been scattered in ticks, and under 3 parameters are gathered there.
+    """
     inside, across = Span(where.data.inside, 1), Span(1, where.data.nodes)
     share = sizes.exchanged(plan, traits) / where.data.inside
-    scattered = wires.one_pass(sizes.stage * traits.gradient_bytes, inside, 1) + wires.one_pass(sizes.stage * 4, inside, 1)
-    return scattered + 2 * wires.one_pass(share * bytes_across(plan, traits), across, rings * where.data.inside)
+    spread = sum(wires.one_pass(sizes.stage * width, inside, 1) for width in widths_inside(plan, traits))
+    return spread + 2 * wires.one_pass(share * bytes_across(plan, traits), across, rings * where.data.inside)
+
+
+def widths_inside(plan: Plan, traits: Traits) -> tuple[int, ...]:
+    """Bytes a parameter of each reduce-scatter and all-gather inside the node after the last tick."""
+    return (traits.gradient_bytes, 4)[max(0, plan.zero_stage - 1) :]
 
 
 def bytes_across(plan: Plan, traits: Traits) -> float:

@@ -29,6 +29,14 @@ def mesh_in_words(plan: Plan) -> str:
     return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one device"
 
 
+def schedule_in_words(plan: Plan) -> str:
+    """`interleaved:2, head shared`; nothing of one stage."""
+    if plan.pipe == 1:
+        return ""
+    chunks = f":{plan.num_chunks}" if plan.num_chunks > 1 else ""
+    return f"{plan.schedule}{chunks}" + ("" if plan.head == "everywhere" else f", head {plan.head}")
+
+
 def why(loser: Priced, best: Priced | None, cluster: Cluster) -> str:
     """What makes `loser` slower than `best`, or keeps it from fitting."""
     if not loser.fits:
@@ -43,6 +51,8 @@ def why(loser: Priced, best: Priced | None, cluster: Cluster) -> str:
     excess = {part: seconds - best.cost.parts[part] * loser.plan.samples / best.plan.samples for part, seconds in cost.parts.items()}
     part = max(excess, key=lambda name: excess[name])
     share = f"{cost.parts[part]:.2g} s of {cost.seconds:.3g} s"
+    if part == "data-parallel collectives" and loser.plan.zero_stage >= 2 and loser.traits.execution == "lockstep":
+        return f"ZeRO {loser.plan.zero_stage} in every microbatch: {_amount(cost.nvlink_bytes)} over NVLink a step, {share}"
     if part == "data-parallel collectives" and loser.plan.zero_stage == 3:
         return f"ZeRO-3 across nodes: {_amount(cost.network_bytes)} over {network} a step, {share}"
     if part in ("data-parallel collectives", "pipeline messages", "tied embedding") and cost.network_bytes:
@@ -76,6 +86,7 @@ def plan_table(plans: Sequence[Priced], cluster: Cluster) -> Table:
     table = Table(
         "mesh",
         "microbatches",
+        "schedule",
         "recompute",
         "ZeRO",
         "compression",
@@ -93,7 +104,8 @@ def plan_table(plans: Sequence[Priced], cluster: Cluster) -> Table:
     for one in plans:
         plan, cost = one.plan, one.cost
         table.add_row(
-            *(mesh_in_words(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", plan.recompute, str(plan.zero_stage)),
+            *(mesh_in_words(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", schedule_in_words(plan), plan.recompute),
+            str(plan.zero_stage),
             plan.compression,
             *(f"{cost.seconds:.3g} s", f"{cost.samples_per_s:.3g}", f"{100 * cost.mfu:.0f} %", in_words(one.fullest.total)),
             *(_amount(cost.network_bytes), _amount(cost.nvlink_bytes), f"{100 * cost.bubble:.0f} %", f"{cost.exposed_network_s:.2g} s"),
@@ -144,6 +156,7 @@ def _plan_as_json(one: Priced) -> dict[str, Any]:
         "mesh": _mesh_as_json(plan),
         "schedule": plan.schedule,
         "num_chunks": plan.num_chunks,
+        "head": plan.head,
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,
         "zero_stage": plan.zero_stage,

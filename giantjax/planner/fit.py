@@ -13,9 +13,9 @@ def bytes_needed(config: RunConfig, machine: Machine) -> int:
     """Bytes the run takes of one GPU, or of the whole machine where its devices are simulated."""
     wanted = config.training.precision
     precision = wanted if wanted != "auto" else ("fp32" if machine.simulated else "bf16")
-    return memory_need(config, precision, config.mesh.pipe, config.mesh.tensor).total * (
-        config.mesh.num_devices if machine.simulated else 1
-    )
+    mesh = config.mesh
+    need = memory_need(config, precision, mesh.pipe, mesh.tensor, mesh.data)
+    return need.total * (mesh.num_devices if machine.simulated else 1)
 
 
 def bytes_usable(config: RunConfig, machine: Machine) -> int:

@@ -72,9 +72,9 @@ def embedding(processor: Processor, model: ModelConfig, microbatch: int) -> Pass
     return Pass(seconds, seconds)
 
 
-def head(processor: Processor, model: ModelConfig, microbatch: int, tensor: int, traits: Traits) -> Pass:
-    """Logits and loss: the product, and fp32 logits moved several times."""
-    tokens, rows = microbatch * model.sequence_length, model.padded_vocabulary(tensor) / tensor
+def head(processor: Processor, model: ModelConfig, microbatch: int, tensor: int, traits: Traits, stages: int = 1) -> Pass:
+    """Logits and loss: the product, and fp32 logits moved several times; `stages` is how many share them."""
+    tokens, rows = microbatch * model.sequence_length, model.padded_vocabulary(tensor) / tensor / stages
     forward, backward = {"eager": (16, 16), "fused": (10, 8), "compiled": (6, 6)}[traits.elementwise]
     elements = tokens * rows
     return processor.dense(tokens, model.hidden_size, rows) + Pass(

@@ -11,7 +11,7 @@ class MemoryNeed:
     """Bytes on one device."""
 
     state: int
-    """fp32 parameters and two moments."""
+    """fp32 parameters and two moments, or under ZeRO its share of what is shared."""
     gradients: int
     """fp32 gradients, and compute copies of the parameters where they are not fp32."""
     activations: int
@@ -23,8 +23,10 @@ class MemoryNeed:
         return self.state + self.gradients + self.activations
 
 
-def memory_need(config: RunConfig, precision: str, pipe: int = 1, tensor: int = 1) -> MemoryNeed:
+def memory_need(config: RunConfig, precision: str, pipe: int = 1, tensor: int = 1, data: int = 1) -> MemoryNeed:
     """Bytes a device of the run needs when it computes in `precision`, fp32 or bf16, on `pipe` stages of `tensor` devices.
+
+    `data` devices share what the run's ZeRO stage says.
 
     Activations follow Korthikanti et al. (2022), in elements per token and layer: what the recompute policy keeps,
     plus what one layer needs while its backward pass runs. Under 1F1B the first stage holds `pipe` microbatches of
@@ -41,7 +43,9 @@ def memory_need(config: RunConfig, precision: str, pipe: int = 1, tensor: int = 
     logits = 2 * 4 * tokens * model.padded_vocabulary(tensor)
     activations = (width * tokens * kept * -(-model.num_layers // interval) + layer + logits) // tensor
     copies = 0 if precision == "fp32" else 2
-    return MemoryNeed(12 * parameters, (4 + copies) * parameters, activations)
+    moments, gradients, weights = (data if config.training.zero_stage >= stage else 1 for stage in (1, 2, 3))
+    state = 8 * parameters // moments + 4 * parameters // weights
+    return MemoryNeed(state, 4 * parameters // gradients + copies * parameters // weights, activations)
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

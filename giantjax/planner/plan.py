@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Compression = Literal["none", "bf16", "int8"]
+Head = Literal["everywhere", "last", "shared"]
+"""Which stages compute a microbatch's loss, as `pipeline.head` says."""
 Precision = Literal["fp32", "half", "eighth"]
 """Of matrix products: fp32, fp16 or bf16, 8-bit."""
 
@@ -22,6 +24,7 @@ class Plan:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     num_chunks: int = 1
+    head: Head = "everywhere"
     recompute: str = "none"
     zero_stage: int = 0
     compression: Compression = "none"

@@ -1,5 +1,6 @@
 """Every legal plan of a run on a cluster, priced, fastest first."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,17 @@ from giantjax.errors import InputError, nearest_multiples
 from giantjax.planner.cost import StepCost, step_cost
 from giantjax.planner.exchange import BYTES_A_VALUE
 from giantjax.planner.memory import in_words
-from giantjax.planner.plan import GIANTJAX, Compression, Plan, Precision, Traits
+from giantjax.planner.plan import GIANTJAX, Compression, Head, Plan, Precision, Traits
 from giantjax.planner.stage_memory import StageMemory, stage_memory, usable_bytes
 
 LARGEST_MICROBATCH = 64
 """Samples; larger ones gain nothing and take memory."""
+
+VARIED = 48
+"""Fastest plans under 1F1B that are tried with other schedules."""
+
+LARGEST_CHUNKS = 6
+"""On a stage; more of them gain little and send as much more."""
 
 WORTH_ROUNDING = 0.02
 """Share of the step that rounding gradients between nodes must save, and int8 again over bf16: it costs memory, and exactness."""
@@ -66,7 +73,8 @@ def search(config: RunConfig, cluster: Cluster, traits: Traits = GIANTJAX) -> Se
 
     Of each mesh and recompute policy all microbatch sizes that fit count. What cannot win is left out: GPipe, which takes as long
     as 1F1B or longer and never less memory; parallel groups that span nodes where they could lie inside; microbatches that need more
-    memory than one that did not fit; and rounding of gradients that take less than WORTH_ROUNDING of the step.
+    memory than one that did not fit; and rounding of gradients that take less than WORTH_ROUNDING of the step. Other schedules, and
+    other ways to compute the head, are tried on the VARIED plans that are fastest under 1F1B.
     """
     traits = replace(traits, precision=precision_of(config))
     usable = usable_bytes(cluster.gpu, config.runtime.memory_fraction)
@@ -79,9 +87,29 @@ def search(config: RunConfig, cluster: Cluster, traits: Traits = GIANTJAX) -> Se
             fitting += found
         else:
             too_large[degrees] = _smallest(config, cluster, traits, mesh, usable)
-    ranked = sorted(fitting, key=lambda priced: (priced.cost.seconds, priced.fullest.total))
+    ranked = _ranked(fitting)
+    ranked = _ranked(ranked + [one for first in ranked[:VARIED] for one in variants(config, cluster, first) if one.fits])
     worth, not_worth = _worth_rounding(ranked)
     return Search(_distinct(worth), list(too_large.values()), not_worth)
+
+
+def _ranked(plans: list[Priced]) -> list[Priced]:
+    return sorted(plans, key=lambda priced: (priced.cost.seconds, priced.fullest.total))
+
+
+def variants(config: RunConfig, cluster: Cluster, first: Priced) -> Iterator[Priced]:
+    """`first` with each other schedule and each other way to compute the head, whether it fits or not."""
+    plan, model = first.plan, config.model
+    if plan.pipe == 1:
+        return
+    chunks = [number for number in range(2, LARGEST_CHUNKS + 1) if model.num_layers % (plan.pipe * number) == 0]
+    schedules = [("1f1b", 1), ("zero-bubble", 1), *(("interleaved", number) for number in chunks)]
+    divides = model.padded_vocabulary(plan.tensor) // plan.tensor % plan.pipe == 0
+    heads: tuple[Head, ...] = ("everywhere", "last", "shared") if divides else ("everywhere", "last")
+    for (schedule, number), where in itertools.product(schedules, heads):
+        varied = replace(plan, schedule=schedule, num_chunks=number, head=where)
+        if varied != plan:
+            yield price(model, varied, cluster, first.traits, first.usable)
 
 
 def compressions(config: RunConfig, mesh: Plan) -> tuple[Compression, ...]:
@@ -137,7 +165,7 @@ def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usab
     model, each = config.model, config.training.global_batch_size // mesh.ways
     first, *others = compressions(config, mesh)
     for recompute in ("none", "selective", "full"):
-        for zero in (0, 1) if mesh.data > 1 else (0,):
+        for zero in (0, 1, 2, 3) if mesh.data > 1 else (0,):
             kind = replace(mesh, recompute=recompute, zero_stage=zero, compression=first)
             for size in divisors(each):
                 if size > LARGEST_MICROBATCH:
@@ -154,7 +182,9 @@ def _plans(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usab
 
 def _smallest(config: RunConfig, cluster: Cluster, traits: Traits, mesh: Plan, usable: int) -> Priced:
     each = config.training.global_batch_size // mesh.ways
-    plan = replace(mesh, num_microbatches=each, recompute="full", zero_stage=int(mesh.data > 1), compression=compressions(config, mesh)[0])
+    plan = replace(
+        mesh, num_microbatches=each, recompute="full", zero_stage=3 if mesh.data > 1 else 0, compression=compressions(config, mesh)[0]
+    )
     return price(config.model, plan, cluster, traits, usable)
 
 

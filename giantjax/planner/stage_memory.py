@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields
 
 from giantjax.cluster import GPU
 from giantjax.config import ModelConfig
-from giantjax.planner.exchange import feedback_bytes, sizes_of, zero_ways
+from giantjax.planner.exchange import Sizes, feedback_bytes, sizes_of, zero_ways
 from giantjax.planner.layer import BLOCKWISE
+from giantjax.planner.pipelining import stash_bytes
 from giantjax.planner.plan import Plan, Traits
 
 RESERVED = 2**30
@@ -56,6 +57,8 @@ class StageMemory:
     """fp32, of the last stage; with us of every one, as far as they need more than what takes their place."""
     working: int
     """What one block needs while its backward pass runs."""
+    whole: int
+    """Of what our ZeRO 2 and 3 share, what is there whole for a while: the fp32 gradients of one block, and weights gathered for it."""
 
     @property
     def program(self) -> int:
@@ -114,7 +117,8 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     """
     width = 4 if traits.precision == "fp32" else 2
     lockstep = traits.execution == "lockstep"
-    layers = -(-model.num_layers // plan.pipe)
+    chunks = plan.num_chunks if lockstep else 1
+    layers = -(-model.num_layers // (plan.pipe * chunks)) * chunks
     sizes = sizes_of(model, plan, layers, traits)
     tokens = plan.microbatch_size * model.sequence_length
     rows = model.padded_vocabulary(plan.tensor) / plan.tensor
@@ -122,7 +126,9 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
     block = width * tokens * (16 * model.hidden_size + scores) / plan.tensor
     working = (WORKING if lockstep else OTHERS_WORKING) * block
     if lockstep and plan.recompute_interval > 1:
-        working += min(plan.recompute_interval, layers) * (GROUPED_WORKING * block + GROUPED_WEIGHTS * sizes.layer)
+        working += min(plan.recompute_interval, layers) * (
+            GROUPED_WORKING * block + GROUPED_WEIGHTS * sizes.layer / (plan.data if plan.zero_stage >= 2 else 1)
+        )
     on_device = {"none": (1, 1), "optimizer": (1, 0), "everything": (0, 0)}[traits.offload]
     spare = SPARE if lockstep and plan.pipe > 1 else 0
     stages = []
@@ -131,12 +137,20 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
         held = sizes.stage if at_end else sizes.stage - sizes.table
         shared = zero_ways(plan, traits)
         states, grads, params = (shared if plan.zero_stage >= level else 1 for level in (1, 2, 3))
+        whole = 0.0
         gradients, copies = traits.gradient_bytes * held / grads, held * 2 / params
         logits = max(0.0, 8 * tokens * rows - working) if stage == plan.pipe - 1 else 0.0
         if lockstep:
-            gradients += MICROBATCH_GRADIENTS * held
-            copies = width * sizes.cast if width < 4 else 0
-            logits = max(0.0, LOGITS * 4 * tokens * rows - MICROBATCH_GRADIENTS * held - working)
+            # Of one microbatch, which give way to the logits of the next.
+            fresh = MICROBATCH_GRADIENTS * ((held - sizes.table) / chunks + sizes.table) / grads
+            gradients += fresh
+            copies = width * sizes.cast / params if width < 4 else 0
+            if chunks > 1:
+                # Those of the chunks of the two actions of a tick are cut out of the stage's.
+                copies += 2 * width * sizes.matrices / params / chunks
+            whole, with_head = _whole_bytes(sizes, plan, width)
+            head = LOGITS * 4 * tokens * rows / (plan.pipe if plan.head == "shared" else 1)
+            logits = max(0.0, head + with_head - fresh - working - whole)
         stages.append(
             StageMemory(
                 parameters=int(on_device[0] * 4 * held / params),
@@ -144,19 +158,45 @@ def stage_memory(model: ModelConfig, plan: Plan, traits: Traits) -> list[StageMe
                 gradients=int(gradients),
                 copies=int(copies),
                 feedback=int(feedback_bytes(sizes, plan)),
-                activations=int(kept_bytes(model, plan, traits, width) * layers * (in_flight(plan, traits, stage) + spare)),
+                activations=int(
+                    kept_bytes(model, plan, traits, width) * layers * (in_flight(plan, traits, stage) + spare / chunks)
+                    + _stashed(model, plan, width) * layers
+                ),
                 logits=int(logits),
                 working=int(working),
+                whole=int(whole),
             )
         )
     return stages * plan.pipe if lockstep else stages
 
 
-def in_flight(plan: Plan, traits: Traits, stage: int) -> int:
-    """Microbatches whose backward pass has yet to run."""
+def _whole_bytes(sizes: Sizes, plan: Plan, width: int) -> tuple[float, float]:
+    """Bytes that our ZeRO has whole while a block's backward pass runs, and while the head's does.
+
+    Gradients of the embedding by the head wait for those of its look-up, to be scattered with them; and what is looked up may
+    have been gathered for the next microbatch already.
+    """
+    if plan.zero_stage < 2:
+        return 0.0, 0.0
+    gathered = plan.zero_stage == 3
+    return (4 + width * gathered) * sizes.layer + 4 * sizes.token, (4 + (width + 4) * gathered) * sizes.token
+
+
+def in_flight(plan: Plan, traits: Traits, stage: int) -> float:
+    """Microbatches whose backward pass has yet to run; what is of one of several chunks is a part of one."""
     if plan.pipe == 1:
         return 1
     if plan.schedule == "gpipe":
         return plan.num_microbatches
-    most = 2 * plan.pipe - 1 if traits.execution == "lockstep" else plan.pipe - stage
+    if traits.execution == "asynchronous":
+        return min(plan.pipe - stage, plan.num_microbatches)
+    later = int(plan.head == "shared")
+    most = (plan.num_chunks * plan.pipe + plan.pipe - 1 + later) / plan.num_chunks
     return min(most, plan.num_microbatches)
+
+
+def _stashed(model: ModelConfig, plan: Plan, width: int) -> float:
+    """Bytes of a layer that wait for the gradients of weights, where these have ticks of their own: of S microbatches, and one's spare."""
+    if plan.schedule != "zero-bubble" or plan.pipe == 1:
+        return 0.0
+    return stash_bytes(model, plan, width) * (min(plan.pipe, plan.num_microbatches) + SPARE)

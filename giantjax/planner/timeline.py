@@ -18,24 +18,45 @@ class Duration(NamedTuple):
         return self.work + self.exposed
 
 
-def lockstep(schedule: str, num_stages: int, num_microbatches: int, forward: float, backward: float, hop: float) -> Duration:
+def num_ticks(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> int:
+    """Ticks that have a forward action, and as many that have a backward one."""
+    if schedule == "interleaved":
+        return max(num_chunks * num_microbatches + num_stages, num_chunks * num_stages + num_microbatches) - 1
+    return num_microbatches + num_stages - 1
+
+
+def lockstep(
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    forward: float,
+    backward: float,
+    hop: float,
+    *,
+    weight: float = 0.0,
+    num_chunks: int = 1,
+) -> Duration:
     """Equal stages that move from tick to tick together, as `simulate.lockstep` has them.
 
     Args:
-        schedule: 1f1b or gpipe.
+        schedule: 1f1b, gpipe, interleaved or zero-bubble.
         num_stages: S.
         num_microbatches: M.
-        forward: seconds of the slowest stage.
-        backward: the same.
+        forward: seconds of an action, which is of one chunk, on the slowest stage.
+        backward: the same; of the input's gradient alone where weights' have actions of their own.
         hop: seconds of a message between neighbours.
+        weight: seconds of an action that computes weights' gradients.
+        num_chunks: on each stage.
     """
-    work = (num_microbatches + num_stages - 1) * (forward + backward)
+    ticks = num_ticks(schedule, num_stages, num_microbatches, num_chunks)
+    work = ticks * (forward + backward) + num_microbatches * weight
     if num_stages == 1:
         return Duration(work, 0.0)
     if schedule == "gpipe":
         return Duration(work, 2 * (num_microbatches + num_stages - 2) * hop)
-    ramps = 2 * (num_stages - 1) * hop
-    return Duration(work, ramps + (num_microbatches - 1) * (max(0.0, hop - backward) + max(0.0, hop - forward)))
+    alone = num_stages * num_chunks
+    ramps = 2 * (alone - 1) * hop
+    return Duration(work, ramps + max(0, ticks - alone) * (max(0.0, hop - backward) + max(0.0, hop - forward - weight)))
 
 
 def asynchronous(stages: Sequence[float], num_microbatches: int, hop: float, num_chunks: int = 1, hidden: float = 0.0) -> Duration:

@@ -1,5 +1,6 @@
 """The books of a run: one record a step, read one step late."""
 
+import dataclasses
 import math
 import time
 
@@ -20,9 +21,16 @@ class Bookkeeper:
     """Reads the metrics of each step once the next one runs, and writes them everywhere they go; on process 0 alone."""
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, first: int, start_samples: int, progress: ProgressLine, peak: tuple[float, str]
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        first: int,
+        start_samples: int,
+        start_tokens: int,
+        progress: ProgressLine,
+        peak: tuple[float, str],
     ):
-        self.config, self.run, self.first, self.start_samples = config, run, first, start_samples
+        self.config, self.run, self.first, self.start_samples, self.start_tokens = config, run, first, start_samples, start_tokens
         self.progress, self.peak = progress, peak
         self._files: list[MetricsFile | EventFile] = [MetricsFile(run.metrics, first)] if is_first() else []
         if is_first() and config.logging.tensorboard:
@@ -39,6 +47,11 @@ class Bookkeeper:
     def consumed_samples(self, step: int) -> int:
         """Samples of the training data taken up to and including `step`."""
         return self.start_samples + (step - self.first) * self.config.training.global_batch_size
+
+    def consumed_tokens(self, step: int) -> int:
+        """Tokens of them that a step was taken on."""
+        positions = self.config.positions_until(step) - self.config.positions_until(self.first)
+        return self.start_tokens + positions * self.config.training.global_batch_size
 
     def push(self, step: int, metrics: StepMetrics) -> None:
         """Take the metrics of a step just dispatched, and write those of the step before, which has ended by now."""
@@ -93,18 +106,19 @@ class Bookkeeper:
         self._skipped_in_a_row = int(in_a_row)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        samples, consumed = self.config.training.global_batch_size, self.consumed_samples(step)
+        samples, length = self.config.training.global_batch_size, self.config.length_of_step(step)
+        model = dataclasses.replace(self.config.model, sequence_length=length)
         return {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "step_time_s": seconds,
-            "tokens_per_s": samples * self.config.model.sequence_length / seconds,
+            "tokens_per_s": samples * length / seconds,
             "samples_per_s": samples / seconds,
-            "mfu": samples * flops_per_sample(self.config.model) / seconds / (self.peak[0] * self.config.mesh.num_devices),
-            "consumed_samples": consumed,
-            "consumed_tokens": consumed * self.config.model.sequence_length,
+            "mfu": samples * flops_per_sample(model) / seconds / (self.peak[0] * self.config.mesh.num_devices),
+            "consumed_samples": self.consumed_samples(step),
+            "consumed_tokens": self.consumed_tokens(step),
             "loss_scale": loss_scale,
             "skipped": int(skipped),
         } | reported

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from giantjax.parallel.stages import Model, to_device_layout, to_disk_layout
+from giantjax.parallel.stages import Model, is_in_order, to_device_layout, to_disk_layout
 from giantjax.training.optimizer import Optimizer
 from giantjax.training.state import Layout, TrainState, abstract_state
 
@@ -22,7 +22,7 @@ class Form:
     """How one leaf differs on disk."""
 
     layers: Any
-    """The layer table where the leaf is stacked by layer and the table pads; else None."""
+    """The layer table where the leaf is stacked by layer and the table pads or reorders; else None."""
     sizes: tuple[tuple[int, int], ...]
     """(dim, size without padding) of dims that are padded on devices."""
 
@@ -48,7 +48,7 @@ class Form:
 
 def disk_forms(model: Model, optimizer: Optimizer, layout: Layout) -> TrainState:
     """The form of each leaf of the state."""
-    table = layout.layers if (layout.layers < 0).any() else None
+    table = None if is_in_order(layout.layers) else layout.layers
 
     def form(dims: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Form:
         sizes = [(place, model.sizes[dim]) for place, dim in enumerate(dims) if dim in model.sizes]

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from jax.sharding import NamedSharding
 
 from giantjax.checkpoint import CheckpointStore, Position, check_resume, newest_whole
 from giantjax.config import RunConfig
-from giantjax.data.indexed import IndexedDataset
-from giantjax.data.loader import Batch, training_batches, validation_batches
-from giantjax.data.sources import Source, fingerprint
+from giantjax.data.corpora import Source, corpora_of, fingerprint
+from giantjax.data.loader import Batch, rules_of, training_batches, validation_batches
 from giantjax.errors import TrainingFault
 from giantjax.fields import from_dict
 from giantjax.model.gpt import GPT, model_on_mesh
@@ -32,8 +30,9 @@ from giantjax.training.metrics import peak_flops
 from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
+from giantjax.training.programs import Programs
 from giantjax.training.progress import ProgressLine
-from giantjax.training.run_directory import RunDirectory, held_alone, write_record
+from giantjax.training.run_directory import RunDirectory, held_alone, keep_tokenizer, write_record
 from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, first_scale, init_state, layout_of, without_errors
 from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
 
@@ -92,20 +91,18 @@ def train(
             state = init_state(parts.model, parts.optimizer, layout, config.seed)
         if is_first():
             write_record(run.config, config)
-            if isinstance(train_data, IndexedDataset) and train_data.record:
-                write_record(run.tokenizer, train_data.record)
-        start_samples = position.consumed_samples if first else 0
+            if recorded := next((corpus for corpus in corpora_of(train_data) if corpus.record), None):
+                keep_tokenizer(run, recorded)
+        start_samples, start_tokens = consumed(position) if first else (0, 0)
         peak = peak_flops(jax.local_devices()[0], config.training.precision) if is_first() else (math.nan, "told by process 0")
-        book = Bookkeeper(config, run, first, start_samples, progress, peak)
+        book = Bookkeeper(config, run, first, start_samples, start_tokens, progress, peak)
         for sentence in start_summary(config, parts, book, nodes):
             progress.say(sentence)
         if first:
             progress.say(f"resuming after step {first}")
 
-        batches = batches_on_mesh(parts, train_data, start_samples)
+        batches = batches_on_mesh(parts, train_data, start_samples, first)
         batch = next(batches)
-        progress.say("compiling")
-        begin = time.perf_counter()
         train_step = build_train_step(
             parts.model,
             parts.optimizer,
@@ -114,16 +111,20 @@ def train(
             schedule=config.pipeline.schedule,
             recompute=config.training.recompute,
         )
-        compiled = train_step.lower(state, batch).compile()
+        programs = Programs(train_step, config.model.sequence_length, progress.say)
+        programs.compile(state, batch)
         eval_step = build_eval_step(parts.model, layout, num_microbatches=config.num_microbatches)
         evaluate = Evaluation(config, validation_data, eval_step, parts.placement)
-        progress.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
         # Not before: until there is something new to save, a signal may end the run as it ends any program.
         stop = Stop()
         book.start_clock()
         for step in range(first + 1, total + 1):
-            state, metrics = compiled(state, batch)
+            if programs.lack(batch):
+                book.write()
+                programs.compile(state, batch)
+                book.start_clock()
+            state, metrics = programs.of(batch)(state, batch)
             book.push(step, metrics)
             if nccl_log and step == first + 1:
                 jax.block_until_ready(metrics)
@@ -140,9 +141,9 @@ def train(
                 book.write()
                 book.sync()
                 check_finite(state, step)
-                store.save(
-                    to_disk(state, forms), Position(step, book.consumed_samples(step), config.seed, corpus, dataclasses.asdict(config))
-                )
+                taken = book.consumed_samples(step)
+                position = Position(step, taken, config.seed, corpus, dataclasses.asdict(config), book.consumed_tokens(step))
+                store.save(to_disk(state, forms), position)
                 book.start_clock()
             if stopped_by and step < total:
                 store.wait()
@@ -200,8 +201,17 @@ def restored_state(store: CheckpointStore, parts: Parts, position: Position) -> 
     return state._replace(**{name: fresh[name](layout) for name in left_out})
 
 
-def batches_on_mesh(parts: Parts, data: Source, start_sample: int) -> Iterator[dict[str, jax.Array]]:
-    """Global batches from `start_sample` on, laid over the mesh; each process reads the rows that its devices hold."""
+def consumed(position: Position) -> tuple[int, int]:
+    """Samples, and tokens of them, trained on up to a checkpoint."""
+    samples, tokens = position.consumed_samples, position.consumed_tokens
+    return samples, samples * position.config["model"]["sequence_length"] if tokens is None else tokens
+
+
+def batches_on_mesh(parts: Parts, data: Source, start_sample: int, first: int = 0) -> Iterator[dict[str, jax.Array]]:
+    """Global batches from `start_sample` on, which is after step `first`, laid over the mesh.
+
+    Each process reads the rows that its devices hold.
+    """
     config, size = parts.config, parts.config.training.global_batch_size
     rows = rows_here(parts.placement, size)
     batches = training_batches(
@@ -213,6 +223,8 @@ def batches_on_mesh(parts: Parts, data: Source, start_sample: int) -> Iterator[d
         vocabulary_size=config.model.vocabulary_size,
         prefetch=config.data.prefetch,
         rows=rows,
+        rules=rules_of(config.data),
+        length_of=lambda number: config.length_of_step(first + 1 + number),
     )
     for batch in batches:
         yield spread(batch, parts.placement, size, rows)
@@ -287,4 +299,5 @@ class Evaluation:
             num_samples=self.config.training.eval_samples,
             vocabulary_size=self.config.model.vocabulary_size,
             rows=rows,
+            rules=rules_of(self.config.data),
         )

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from giantjax.config import RunConfig
+from giantjax.data.indexed import IndexedDataset, TokenizerRecord
+from giantjax.data.tokenizer import Tokenizer, ending_of, load_recorded, recorded_file
 from giantjax.errors import InputError
 from giantjax.fields import from_dict
 from giantjax.peers import Peers, processes
@@ -40,6 +42,11 @@ class RunDirectory:
     def tokenizer(self) -> Path:
         """The record of the tokenizer of the training data."""
         return self.path / "tokenizer.json"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of that tokenizer's vocabulary, without its ending."""
+        return self.path / "tokenizer" / "tokenizer"
 
     @property
     def metrics(self) -> Path:
@@ -136,7 +143,7 @@ def _remove_empty(path: Path) -> None:
 
 
 def _check_parts(run: RunDirectory) -> None:
-    folders = (run.checkpoints, run.tensorboard)
+    folders = (run.checkpoints, run.tensorboard, run.tokenizer_file.parent)
     for path in (*folders, run.config, run.tokenizer, run.metrics):
         if path.exists() and path.is_dir() != (path in folders):
             what = "no folder" if path in folders else "a folder"
@@ -188,6 +195,31 @@ def write_record(path: Path, record: Any) -> None:
     aside = path.with_name(path.name + ".part")
     aside.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n", encoding="utf-8")
     os.replace(aside, path)
+
+
+def keep_tokenizer(run: RunDirectory, corpus: IndexedDataset) -> None:
+    """Record the tokenizer of a corpus, which has a record of it, in the run's directory, with a copy of its file.
+
+    Raises:
+        InputError: the file is missing beside the corpus, or another one.
+    """
+    assert corpus.record is not None
+    if ending := ending_of(corpus.record):
+        copy = run.tokenizer_file.with_name(run.tokenizer_file.name + ending)
+        copy.parent.mkdir(exist_ok=True)
+        aside = copy.with_name(copy.name + ".part")
+        aside.write_bytes(recorded_file(corpus.record, f"{corpus.prefix}.tokenizer"))
+        os.replace(aside, copy)
+    write_record(run.tokenizer, corpus.record)
+
+
+def tokenizer_of(run: RunDirectory) -> Tokenizer:
+    """The tokenizer of the training data of a run.
+
+    Raises:
+        InputError: the directory holds none, or its file is missing or another one.
+    """
+    return load_recorded(read_record(run, run.tokenizer, TokenizerRecord), str(run.tokenizer_file))
 
 
 def read_record(run: RunDirectory, path: Path, kind: type[T]) -> T:

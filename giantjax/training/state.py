@@ -1,5 +1,6 @@
 """What a train step turns into its successor, and how it lies on the mesh."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +16,14 @@ from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
 from giantjax.parallel.sharding import partition_specs, shardings
-from giantjax.parallel.stages import BLOCKS, Model, Params, layer_table, to_device_layout
+from giantjax.parallel.stages import BLOCKS, Model, Params, cut_layers, layer_table, to_device_layout
+from giantjax.parallel.zero import Zero
 from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
+
+PARTS = 4
+"""Parts that a chunk's layers are cut into where gradients cross between nodes: the sums of the first begin while those of the
+last are still computed. Each part is a loop of its own in the program."""
 
 
 class TrainState(NamedTuple):
@@ -41,9 +47,15 @@ class Layout:
 
     mesh: Mesh
     layers: Int[np.ndarray, "S L"]
-    """Layers of each stage."""
+    """Layers of each stage, chunk after chunk."""
+    num_chunks: int
+    """Model chunks on each stage."""
+    num_parts: int
+    """Parts of each chunk whose gradients are summed over devices one by one."""
     params: Params
     """PartitionSpec of each parameter."""
+    zero_stage: int
+    """0 where the data axis has nobody to share with."""
     zero_dims: Params
     """For each parameter the dim that ZeRO shares over the data axis, or -1."""
     reduction: Reduction
@@ -60,6 +72,14 @@ class Layout:
         """Of each leaf of the state."""
         return shardings(self.mesh, self.state)
 
+    @property
+    def zero(self) -> Zero | None:
+        """What devices share while the model runs; None below ZeRO 2."""
+        if self.zero_stage < 2:
+            return None
+        dims = jax.tree.map(lambda dim, leaf: dim - leaf.ndim if dim >= 0 else 0, self.zero_dims, self.shapes.params)
+        return Zero(3 if self.zero_stage == 3 else 2, dims)
+
 
 def layout_of(
     model: Model,
@@ -68,46 +88,66 @@ def layout_of(
     zero_stage: int = 0,
     compression: Compression = "none",
     loss_scale: LossScaleConfig | None = None,
+    num_chunks: int = 1,
 ) -> Layout:
-    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO 1 shared over `data` too.
+    """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO shared over `data` too.
+
+    Under ZeRO 3 parameters are shared over `data` like moments.
 
     `compression` is of the gradients that cross between nodes, on the mesh axis `replica`. `loss_scale` is for models that compute
     in fp16.
     """
     num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
-    table = layer_table(num_layers, mesh.shape["pipe"])
+    table = layer_table(num_layers, mesh.shape["pipe"], num_chunks)
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
-    degree = mesh.shape["data"] if zero_stage else 1
-    zero_dims = jax.tree.map(lambda leaf, spec: _zero_dim(leaf.shape, spec, degree), shapes.params, params)
+    zero_stage = zero_stage if mesh.shape["data"] > 1 else 0
+    zero_dims = jax.tree.map(
+        lambda leaf, spec, dims: _zero_dim(leaf.shape, spec, [dim in model.sizes for dim in dims], mesh) if zero_stage else -1,
+        shapes.params,
+        params,
+        model.dims,
+    )
     moment_specs = jax.tree.map(_shared_over_data, params, zero_dims, is_leaf=_is_spec)
+    params = moment_specs if zero_stage == 3 else params
     moments = optax.tree_map_params(
         optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
-    reduction = plan_reduction(shapes.params, params, zero_dims, dict(mesh.shape), compression)
+    num_parts = min(PARTS, table.shape[1] // num_chunks) if mesh.shape["replica"] > 1 else 1
+    parts = cut_layers(table.shape[1] // num_chunks, num_parts)
+    sizes = [(part.stop - part.start) * num_chunks * len(table) for part in parts]
+    in_parts = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), shapes.params[BLOCKS]) for size in sizes]  # noqa: B023
+    part_specs, part_dims = (tree | {BLOCKS: [tree[BLOCKS]] * num_parts} for tree in (params, zero_dims))
+    reduction = plan_reduction(shapes.params | {BLOCKS: in_parts}, part_specs, part_dims, dict(mesh.shape), compression, zero_stage >= 2)
     errors = reduction.errors()
     scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
     specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs(), same)
     shapes = shapes._replace(feedback=errors, scaling=scaling)
-    return Layout(mesh, table, params, zero_dims, reduction, specs, shapes, loss_scale)
+    return Layout(mesh, table, num_chunks, num_parts, params, zero_stage, zero_dims, reduction, specs, shapes, loss_scale)
 
 
 def _is_spec(value: object) -> bool:
     return isinstance(value, PartitionSpec)
 
 
-def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, degree: int) -> int:
-    """The largest dim that no axis shares yet and `degree` divides; -1 where there is none or nothing to share."""
-    free = [dim for dim, size in enumerate(shape) if (dim >= len(spec) or spec[dim] is None) and size % degree == 0]
-    return max(free, key=lambda dim: shape[dim], default=-1) if degree > 1 else -1
+def _zero_dim(shape: tuple[int, ...], spec: PartitionSpec, padded: Sequence[bool], mesh: Mesh) -> int:
+    """The dim that `data` divides, beside `tensor` or alone; -1 where there is none.
+
+    The first, so that a share lies in one piece, and nothing is transposed for the sake of a collective; but none that is padded, for
+    on disk it need not divide.
+    """
+    ways = {None: mesh.shape["data"], "tensor": mesh.shape["data"] * mesh.shape["tensor"]}
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    possible = [axis in ways and size % ways[axis] == 0 for axis, size in zip(axes, shape, strict=True)]
+    return next((dim for dim, fits in enumerate(possible) if fits and not padded[dim]), -1)
 
 
 def _shared_over_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
     if dim < 0:
         return spec
     axes = [*spec, *[None] * (dim + 1 - len(spec))]
-    axes[dim] = "data"
+    axes[dim] = (axes[dim], "data") if axes[dim] else "data"
     return PartitionSpec(*axes)
 
 

@@ -12,10 +12,12 @@ from jaxtyping import Array, Float32, PyTree
 
 from giantjax.parallel.gradients import reduce_gradients
 from giantjax.parallel.mesh import AXES, BATCH_AXES
-from giantjax.parallel.pipeline import Sums, run_schedule, varying, varying_axes
-from giantjax.parallel.schedule import forward_only, schedule_of_name
+from giantjax.parallel.pipeline import Sums, run_schedule
+from giantjax.parallel.schedule import Schedule, forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
-from giantjax.parallel.stages import Batch, Model, Params
+from giantjax.parallel.stage import join_parts
+from giantjax.parallel.stages import BLOCKS, Batch, Model, Params
+from giantjax.parallel.varying import varying, varying_axes
 from giantjax.training.loss_scale import next_scale
 from giantjax.training.optimizer import Optimizer, clipped
 from giantjax.training.state import Layout, TrainState
@@ -49,8 +51,9 @@ def build_train_step(
     layout: Layout,
     *,
     num_microbatches: int = 1,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     recompute: str = "none",
+    skips_head: bool = False,
 ) -> jax.stages.Wrapped:
     """state, global batch -> next state, StepMetrics.
 
@@ -62,10 +65,13 @@ def build_train_step(
         optimizer: from `build_optimizer`, or one's own.
         layout: from `layout_of`; its ZeRO stage is the step's.
         num_microbatches: on each data-parallel device.
-        schedule: name of a pipeline schedule.
+        schedule: name of a pipeline schedule, path of a file that holds one, or one's own.
         recompute: what the backward pass makes again, as `apply_blocks` says.
+        skips_head: whether stages but the last skip the loss, as `run_schedule` says.
     """
-    table, scales = schedule_of_name(schedule, len(layout.layers), num_microbatches), layout.loss_scale
+    num_stages, scales = len(layout.layers), layout.loss_scale
+    if isinstance(schedule, str):
+        schedule = schedule_of_name(schedule, num_stages, num_microbatches, layout.num_chunks)
     ways = num_microbatches * math.prod(layout.mesh.shape[axis] for axis in BATCH_AXES)
 
     def local_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -73,15 +79,31 @@ def build_train_step(
         batches = _microbatches(batch, num_microbatches)
         # The mean over the global batch is a sum of means over microbatches, each smaller by their number.
         factor = state.scaling.scale * ways if scales else jnp.float32(1)
-        sums = run_schedule(model, table, layout.layers, recompute, varying(state.params), batches, state.step, total / factor)
+        params, denominator = varying(state.params), total / factor
+        sums = run_schedule(
+            model,
+            schedule,
+            layout.layers,
+            recompute,
+            params,
+            batches,
+            state.step,
+            denominator,
+            skips_head=skips_head,
+            num_parts=layout.num_parts,
+            zero=layout.zero,
+        )
         assert sums.grads is not None
         if scales:
             sums = jax.tree.map(lambda x: x / factor, sums)
         loss, metrics = _sum_scalars(sums)
         grads, feedback = reduce_gradients(layout.reduction, sums.grads, state.feedback)
+        grads = grads | {BLOCKS: join_parts(grads[BLOCKS], layout.num_chunks)}
         norm = _global_norm(grads)
         grads = clipped(grads, norm, optimizer.clip_norm)
-        held = jax.tree.map(_own_share, state.params, layout.zero_dims)
+        # Under ZeRO 3 parameters are shares before and after.
+        sharing = 0 < layout.zero_stage < 3
+        held = jax.tree.map(_own_share, state.params, layout.zero_dims) if sharing else state.params
         updates, moments = optimizer.transform.update(grads, state.optimizer, held)
         after, scaling = (optax.apply_updates(held, updates), moments, feedback), state.scaling
         skipped = jnp.int32(0)
@@ -90,7 +112,7 @@ def build_train_step(
             finite = jnp.isfinite(norm)
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (held, state.optimizer, state.feedback))
             skipped, scaling = scaling.skipped, next_scale(scales, scaling, finite)
-        params = jax.tree.map(_gather_shares, after[0], layout.zero_dims)
+        params = jax.tree.map(_gather_shares, after[0], layout.zero_dims) if sharing else after[0]
         reported = StepMetrics(loss, norm, optimizer.learning_rate(state.step - skipped), metrics)
         if scales:
             reported = reported._replace(loss_scale=state.scaling.scale, skipped=scaling.skipped, skipped_in_a_row=scaling.in_a_row)
@@ -105,11 +127,12 @@ def build_train_step(
 
 def build_eval_step(model: Model, layout: Layout, *, num_microbatches: int = 1) -> jax.stages.Wrapped:
     """parameters, batch -> (sum of losses, weight), without dropout; the batch lies as in training."""
-    table = forward_only(len(layout.layers), num_microbatches)
+    table = forward_only(len(layout.layers), num_microbatches, layout.num_chunks)
 
     def local_eval(params: Params, batch: Batch) -> tuple[Array, Array]:
         batches = _microbatches(batch, num_microbatches)
-        sums = run_schedule(model, table, layout.layers, "none", varying(params), batches, None, jnp.float32(1))
+        zero = layout.zero if layout.zero_stage == 3 else None
+        sums = run_schedule(model, table, layout.layers, "none", varying(params), batches, None, jnp.float32(1), zero=zero)
         return _sum_scalars(sums)[0], lax.psum(model.weight(batch), BATCH_AXES)
 
     specs = (layout.params, BATCH_SPEC)

@@ -1,10 +1,14 @@
 """The order is a function of (seed, global sample index) and of nothing else."""
 
+import dataclasses
 import itertools
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,11 +16,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from giantjax.data.corpora import Blend, Part, Synthetic
 from giantjax.data.indexed import TokenizerRecord, open_indexed
 from giantjax.data.indexed_writer import write_indexed
-from giantjax.data.loader import sample_order, training_batches, validation_batches
+from giantjax.data.loader import DocumentRules, training_batches, validation_batches
+from giantjax.data.order import sample_order
 from giantjax.data.samples import PackedSamples
-from giantjax.data.sources import Synthetic
 from giantjax.errors import InputError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -201,3 +206,140 @@ def test_a_corpus_too_short_is_refused_at_once(corpus):
         )
         with pytest.raises(InputError, match="166 tokens, too few"):
             make(corpus, sequence_length=166, vocabulary_size=257, **ways)
+
+
+def documents(lengths, gap=0):
+    """An opened corpus of documents of such lengths, each token its own place; with gaps in the file where asked."""
+    folder = tempfile.mkdtemp()
+    with write_indexed(f"{folder}/corpus", dtype=np.dtype("i4")) as writer:
+        first = 0
+        for length in lengths:
+            writer.append(np.arange(first, first + length))
+            writer.end_document()
+            first += length
+    read = open_indexed(f"{folder}/corpus")
+    shutil.rmtree(folder)
+    if gap:
+        starts = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64)))
+        offsets = (starts + gap * np.arange(len(lengths))) * 4
+        tokens = np.zeros(sum(lengths) + gap * len(lengths), np.int32)
+        for start, offset, length in zip(starts, offsets // 4, lengths, strict=True):
+            tokens[offset : offset + length] = np.arange(start, start + length)
+        read = dataclasses.replace(read, offsets=offsets, tokens=tokens, starts=starts)
+    return read
+
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) > LENGTH)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(0, 2), st.builds(DocumentRules, st.booleans(), st.booleans(), st.booleans()))
+def test_documents_are_marked_where_they_begin(lengths, gap, rules):
+    read = documents(lengths, gap)
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    place_in = np.concatenate([np.arange(length) for length in lengths])
+    for batch in validation_batches(read, sequence_length=LENGTH, batch_size=2, num_samples=0, vocabulary_size=10**6, rules=rules):
+        # A row that fills up the last batch has nothing but zeros.
+        for row in np.flatnonzero((batch["targets"] > 0).any(1)):
+            tokens, targets = batch["tokens"][row], batch["targets"][row]
+            crosses = document_of[tokens] != document_of[targets]
+            np.testing.assert_array_equal(batch["loss_mask"][row] == 0, crosses & rules.mask_document_ends)
+            if rules.reset_attention:
+                same = document_of[tokens][:, None] == document_of[tokens]
+                np.testing.assert_array_equal(batch["segment"][row][:, None] == batch["segment"][row], same)
+            if rules.reset_positions:
+                first = np.where(document_of[tokens] == document_of[tokens[0]], tokens[0], tokens - place_in[tokens])
+                np.testing.assert_array_equal(batch["position"][row], tokens - first)
+        assert ("segment" in batch, "position" in batch) == (rules.reset_attention, rules.reset_positions)
+        assert all(batch[name].dtype == np.int32 for name in ("segment", "position") if name in batch)
+
+
+def test_shorter_samples_begin_alike(corpus):
+    rules = DocumentRules(True, True, True)
+    ways: dict[str, Any] = dict(seed=7, sequence_length=LENGTH, global_batch_size=4, vocabulary_size=257, prefetch=2, rules=rules)
+    whole = training_batches(corpus, start_sample=0, **ways)
+    short = training_batches(corpus, start_sample=0, length_of=lambda number: [3, 5, LENGTH][min(number, 2)], **ways)
+    resumed = training_batches(corpus, start_sample=4, length_of=lambda number: [5, LENGTH][min(number, 1)], **ways)
+    next_resumed = {1: next(resumed), 2: next(resumed)}
+    for number, length in enumerate((3, 5, LENGTH)):
+        full, cut = next(whole), next(short)
+        assert cut["tokens"].shape == (4, length)
+        for name in full:
+            expected = full[name][:, :length] if full[name].ndim > 1 else full[name]
+            np.testing.assert_array_equal(cut[name], expected)
+            if number:
+                np.testing.assert_array_equal(next_resumed[number][name], expected)
+    for batches in (whole, short, resumed):
+        batches.close()
+
+
+@pytest.fixture(scope="module")
+def blend():
+    """Three parts of 20, 7 and 3 samples; tokens say which."""
+    parts = []
+    for number, count in enumerate((20, 7, 3)):
+        read = documents([LENGTH * count + 1 + 5])
+        parts.append(Part(dataclasses.replace(read, tokens=read.tokens + 1000 * number), 0, 1))
+    return Blend(tuple(parts), (Fraction(1, 2), Fraction(3, 10), Fraction(1, 5)))
+
+
+def numbers_of(source, batch, count, start=0, rows=None):
+    """(part, sample) of the first `count` samples."""
+    batches = training_batches(
+        source,
+        seed=7,
+        sequence_length=LENGTH,
+        global_batch_size=batch,
+        start_sample=start,
+        vocabulary_size=10**6,
+        prefetch=2,
+        rows=rows,
+    )
+    found = np.concatenate([next(batches)["tokens"][:, 0] for _ in range(-(-count // batch))])[:count]
+    batches.close()
+    return [(int(first) // 1000, int(first) % 1000 // LENGTH) for first in found]
+
+
+def test_a_blend_has_its_proportions_and_every_sample_in_turn(blend):
+    found = numbers_of(blend, 10, 200)
+    for first in range(0, 200, 10):
+        assert [sum(part == which for part, _ in found[first : first + 10]) for which in range(3)] in (
+            [5, 3, 2],
+            [6, 2, 2],
+            [5, 2, 3],
+            [4, 3, 3],
+        )
+    assert [sum(part == which for part, _ in found) for which in range(3)] == [100, 60, 40]
+    for which, count in enumerate((20, 7, 3)):
+        mine = [sample for part, sample in found if part == which]
+        for epoch in range(len(mine) // count):
+            assert sorted(mine[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_the_order_of_a_blend_depends_on_nothing_else(blend):
+    whole = numbers_of(blend, 10, 100)
+    assert numbers_of(blend, 7, 60, start=33) == whole[33:93]
+    for rows in ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9]):
+        assert numbers_of(blend, 10, 100, rows=rows) == [one for index, one in enumerate(whole) if index % 10 in rows]
+    begin = time.perf_counter()
+    assert len(numbers_of(blend, 4, 4, start=10**15)) == 4 and time.perf_counter() - begin < 5
+
+
+def test_a_blend_without_weights_takes_each_sample_once_an_epoch(blend):
+    found = numbers_of(Blend(blend.parts, None), 10, 30)
+    assert sorted(found) == [(part, sample) for part, count in enumerate((20, 7, 3)) for sample in range(count)]
+
+
+def test_one_part_is_taken_as_its_corpus_alone(corpus):
+    alone = rows(corpus, 4, 40)
+    np.testing.assert_array_equal(rows(Blend((Part(corpus, 0, corpus.num_documents),), None), 4, 40), alone)
+
+
+@pytest.mark.parametrize(("count", "taken"), [(0, [20, 7, 3]), (10, [5, 3, 2]), (20, [10, 6, 3]), (1000, [20, 7, 3])])
+def test_a_blend_is_validated_in_its_proportions(blend, count, taken):
+    batches = list(validation_batches(blend, sequence_length=LENGTH, batch_size=8, num_samples=count, vocabulary_size=10**6))
+    firsts = np.concatenate([batch["tokens"][batch["loss_mask"].any(1), 0] for batch in batches])
+    assert [int((firsts // 1000 == part).sum()) for part in range(3)] == taken
+    for part, of in enumerate((20, 7, 3)):
+        samples = (firsts[firsts // 1000 == part] % 1000 // LENGTH).tolist()
+        assert samples == [i * of // taken[part] for i in range(taken[part])]

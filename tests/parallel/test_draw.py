@@ -8,9 +8,10 @@ import pytest
 
 from giantjax.errors import InputError
 from giantjax.parallel.draw import timeline_figure, timeline_text
-from giantjax.parallel.schedule import KINDS, gpipe, one_forward_one_backward
-from giantjax.parallel.simulate import Costs, Link, asynchronous, lockstep, megatron_orders
-from tests.parallel.test_schedule import chunked, split
+from giantjax.parallel.orders import megatron_orders
+from giantjax.parallel.schedule import KINDS, gpipe, interleaved, one_forward_one_backward
+from giantjax.parallel.simulate import Costs, Link, asynchronous, lockstep
+from tests.parallel.tables import ALONE, chunked, split
 
 COSTS = Costs(0.010, 0.020, link=Link(0.002, 1e9), message_bytes=10e6)
 TIMELINES = {
@@ -21,6 +22,8 @@ TIMELINES = {
     "one stage": lockstep(gpipe(1, 1), COSTS),
     "chunks": lockstep(chunked(2, 3), COSTS),
     "weight gradients": lockstep(split(2, 3), Costs(0.01, 0.01, 0.01)),
+    "interleaved": lockstep(interleaved(2, 4, 3), Costs(0.01, 0.02, link=Link(0.005, 1e9))),
+    "switches": lockstep(ALONE, COSTS),
     "no time": lockstep(gpipe(2, 2), Costs(0)),
 }
 
@@ -102,6 +105,15 @@ def test_figure_tells_exposed_transfers_from_hidden_ones():
     transfers = TIMELINES["slow link"].transfers
     exposed = 1e3 * sum(transfer.exposed for transfer in transfers)
     assert lines("slow link") == pytest.approx({"hidden transfer": 12 * len(transfers) - exposed, "exposed transfer": exposed})
+
+
+def test_figure_shows_later_chunks_lighter():
+    pytest.importorskip("matplotlib")
+    timeline = TIMELINES["interleaved"]
+    (forward,) = (c for c in timeline_figure(timeline).axes[0].collections if c.get_label() == "forward")
+    chunks = [event.action.chunk for event in timeline.events if event.action.kind == "forward"]
+    light = {chunk: float(colour[:3].sum()) for chunk, colour in zip(chunks, np.asarray(forward.get_facecolor()), strict=True)}
+    assert light[0] < light[1] < light[2]
 
 
 def test_figure_without_matplotlib_names_what_to_install(monkeypatch):

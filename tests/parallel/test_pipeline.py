@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from giantjax.parallel import pipeline
-from giantjax.parallel.schedule import IDLE, KINDS, schedule_of_name
+from giantjax.parallel.schedule import KINDS, Action, Kind
 from giantjax.training.state import abstract_state, init_state
 from giantjax.training.step import build_train_step
-from tests.test_equivalence import BATCH, LENGTH, Case, batch_of, program
+from tests.test_equivalence import BATCH, LENGTH, Case, batch_of, program, schedule_of
 
 SLOTS = 3
 """Of two stages under 1F1B: none of scalars makes a ring larger than this."""
@@ -186,44 +186,76 @@ def _is_spec(value: object) -> bool:
     return isinstance(value, jax.sharding.PartitionSpec)
 
 
-@pytest.mark.parametrize("case", [Case(pipe=4, microbatches=6), Case(pipe=4, microbatches=3, schedule="gpipe")], ids=str)
+def products(jaxpr: jax.extend.core.Jaxpr) -> Iterator[tuple[int, ...]]:
+    """Shapes of the results of all matrix products."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            result: Any = equation.outvars[0].aval
+            yield result.shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+def test_zero_bubble_computes_gradients_of_weights_in_ticks_of_their_own() -> None:
+    """Ticks without a weight action multiply nothing to the shape of a block's weight; those with one do, for all layers at once."""
+    case = Case(pipe=2, dropout=0.0, microbatches=6, layers=4, schedule="zero-bubble", head="untied")
+    weights = {(32, 3, 8, 4), (8, 4, 32), (32, 128), (128, 32)}
+    runs = [run for run in pipeline.ticks_of(schedule_of(case), False).runs if "backward" in run.kinds]
+    loops = list(tick_loops(traced(case).jaxpr.jaxpr))
+    assert len(loops) == len(runs) and any("weight" not in run.kinds for run in runs)
+    for run, loop in zip(runs, loops, strict=True):
+        body = loop.params["jaxpr"]
+        found = [
+            shape
+            for shape in products(getattr(body, "jaxpr", body))
+            if shape[-4:] in weights or shape[-2:] in weights or shape[-3:] in weights
+        ]
+        # Results of layers together have a dim for them.
+        assert {shape[1:] for shape in found} == (weights if "weight" in run.kinds else set())
+
+
+EVERY_SCHEDULE = (
+    Case(pipe=4, microbatches=6),
+    Case(pipe=4, microbatches=3, schedule="gpipe"),
+    Case(pipe=4, microbatches=5, schedule="interleaved", chunks=2, layers=8),
+    Case(pipe=4, microbatches=5, schedule="zero-bubble"),
+    Case(pipe=4, microbatches=5, schedule="separate-zero-bubble"),
+)
+
+
+@pytest.mark.parametrize("case", EVERY_SCHEDULE, ids=str)
 def test_the_executor_does_what_the_table_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tick of each stage works on the table's microbatch, backward before forward, and on that microbatch's samples."""
-    table = schedule_of_name(case.schedule, case.pipe, case.microbatches)
-    tick, microbatch = pipeline._tick, pipeline._Stage.microbatch
-    taken: list[tuple[Any, Any]] = []
+    """Each tick of each stage does the table's actions and no other, on that microbatch's samples."""
+    case = dataclasses.replace(case, dropout=0.0)
+    schedule, done = schedule_of(case), []
+    planned, worked = pipeline.ticks_of, pipeline._Tick.work
 
-    def logged_microbatch(stage: Any, number: Any) -> Any:
-        found = microbatch(stage, number)
-        taken.append((number, found["sample"][0]))
-        return found
+    def with_ticks(schedule: Any, shares_head: bool) -> Any:
+        found = planned(schedule, shares_head)
+        return dataclasses.replace(found, columns=found.columns | {"tick": np.arange(found.schedule.num_ticks)[:, None]})
 
-    def logged_tick(stage: Any, pullback: Any, segment: Any, always: Any) -> Any:
-        body = tick(stage, pullback, segment, always)
+    def logged(at: Any, kind: Kind) -> Any:
+        there, chunk, batch = worked(at, kind)
 
-        def logged(carry: Any, cell: Any) -> Any:
-            taken.clear()
-            carry, _ = body(carry, cell)
-            metrics, log = carry.sums.metrics, carry.sums.metrics["log"]
-            kinds = [kind for kind in ("backward", "forward") if kind in segment.kinds]
-            for kind, (number, sample) in zip(kinds, taken, strict=True):
-                place = (stage.index, metrics["tick"].astype(int), KINDS.index(kind))
-                log = log.at[place].set(jnp.where(number == IDLE, 0, sample.astype(jnp.float32)))
-            sums = carry.sums._replace(metrics={"log": log, "tick": metrics["tick"] + 1})
-            return carry._replace(sums=sums), None
+        def log(*values: Any) -> None:
+            done.append((KINDS.index(kind), *map(int, values)))
 
-        return logged
+        jax.debug.callback(log, at.cell["tick"], at.executor.stage.index, there, chunk.number, batch["sample"][0])
+        return there, chunk, batch
 
-    monkeypatch.setattr(pipeline, "_tick", logged_tick)
-    monkeypatch.setattr(pipeline._Stage, "microbatch", logged_microbatch)
+    monkeypatch.setattr(pipeline, "ticks_of", with_ticks)
+    monkeypatch.setattr(pipeline._Tick, "work", logged)
     model, optimizer, layout, _ = program(case)
-    empty = {"log": jnp.zeros((case.pipe, table.num_ticks, len(KINDS))), "tick": jnp.float32(0)}
-    counting = dataclasses.replace(model, loss=lambda *a: (model.loss(*a)[0], empty))
-    step = build_train_step(counting, optimizer, layout, num_microbatches=case.microbatches, schedule=case.schedule)
+    step = build_train_step(model, optimizer, layout, num_microbatches=case.microbatches, schedule=schedule)
     size = BATCH // case.microbatches
     batch = {name: array[: size * case.microbatches] for name, array in batch_of().items()}
-    log = step(init_state(model, optimizer, layout, 0), batch)[1].reported["log"]
-    for kind in ("backward", "forward"):
-        cells = table.table(kind).T
-        # Samples are numbered from 100.
-        assert np.array_equal(log[:, :, KINDS.index(kind)], np.where(cells == IDLE, 0, 100 + cells * size))
+    jax.block_until_ready(step(init_state(model, optimizer, layout, 0), batch))
+    jax.effects_barrier()
+    # Samples are numbered from 100.
+    found = sorted(
+        (tick, Action(KINDS[kind], stage, (sample - 100) // size, chunk)) for kind, tick, stage, there, chunk, sample in done if there
+    )
+    assert found == sorted(schedule.actions())
+    if "zero-bubble" in case.schedule:
+        when = {action: tick for tick, action in found}
+        assert all(when[action._replace(kind="backward")] < tick for action, tick in when.items() if action.kind == "weight")

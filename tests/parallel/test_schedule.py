@@ -1,68 +1,28 @@
-"""Schedule tables: what they hold, what `validate` refuses, how they are cut and printed."""
-
-import dataclasses
-import itertools
-from typing import Any
+"""The named schedules: their ticks, what they take in lockstep, and what they hold, against published bounds."""
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from giantjax.errors import InputError
 from giantjax.parallel.schedule import (
     IDLE,
     KINDS,
-    Action,
-    Schedule,
-    dependencies,
     forward_only,
     gpipe,
     in_flight,
+    interleaved,
     one_forward_one_backward,
     residual_slots,
     schedule_of_name,
-    text,
     validate,
+    weight_slots,
+    zero_bubble,
 )
+from tests.parallel.tables import MAKERS, MICROBATCHES, STAGES
 
-STAGES, MICROBATCHES = st.integers(1, 8), st.integers(1, 64)
-
-
-def chunked(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """GPipe over several chunks a stage: one chunk after the other, then the same backwards."""
-    turn = max(num_stages, num_microbatches)
-    chunk, microbatch, stage = np.indices((num_chunks, num_microbatches, num_stages))
-    ticks = chunk * turn + microbatch + stage
-    half = int(ticks.max()) + 1
-    tables = np.full((3, 2 * half, num_stages), IDLE, np.int32)
-    tables[0][ticks, stage] = chunk * num_microbatches + microbatch
-    tables[1][2 * half - 1 - ticks, stage] = chunk * num_microbatches + microbatch
-    return Schedule("chunked", num_microbatches, num_chunks, tables[0], tables[1], tables[2])
-
-
-def split(num_stages: int, num_microbatches: int, late: int = 0) -> Schedule:
-    """1F1B with each weight gradient an action of its own, `late` ticks after the input gradient."""
-    whole = one_forward_one_backward(num_stages, num_microbatches)
-    more = np.full((late, num_stages), IDLE, np.int32)
-    forward, backward = np.concatenate([whole.forward, more]), np.concatenate([whole.backward, more])
-    return Schedule("split", num_microbatches, 1, forward, backward, np.concatenate([more, whole.backward]))
-
-
-MAKERS = [gpipe, one_forward_one_backward, forward_only, chunked, split]
-
-
-@settings(deadline=None)
-@given(STAGES, MICROBATCHES, st.sampled_from(MAKERS))
-def test_each_action_stands_once_and_after_what_it_needs(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
-    validate(schedule)
-    when = {action: tick for tick, action in schedule.actions()}
-    kinds = 1 + schedule.trains + schedule.splits_weight
-    assert len(schedule.actions()) == len(when) == kinds * schedule.num_chunks * num_stages * num_microbatches
-    for action, tick in when.items():
-        for needed in dependencies(schedule, action):
-            assert when[needed] < tick or ((action.kind, needed.kind) == ("weight", "backward") and when[needed] == tick)
+CHUNKS = st.integers(1, 4)
 
 
 @settings(deadline=None)
@@ -76,251 +36,122 @@ def test_slots(num_stages, num_microbatches):
     assert in_flight(all_at_once).tolist() == [num_microbatches] * num_stages
 
 
-@settings(deadline=None, max_examples=50)
-@given(STAGES, MICROBATCHES, st.sampled_from([gpipe, one_forward_one_backward, chunked]))
-def test_a_slot_holds_what_its_backward_action_reads(num_stages, num_microbatches, maker):
+def ticks_with(schedule) -> dict[str, int]:
+    """In how many ticks each kind of work occurs: what it takes in lockstep."""
+    return {kind: int((schedule.table(kind) != IDLE).any(axis=1).sum()) for kind in KINDS}
+
+
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES, st.sampled_from(MAKERS))
+def test_named_schedules_waste_no_tick(num_stages, num_microbatches, maker):
     schedule = maker(num_stages, num_microbatches)
-    slots = residual_slots(schedule)
-    last = slots.of_stage(num_stages - 1)
-    for stage, own in [*((stage, slots) for stage in range(num_stages)), (num_stages - 1, last)]:
-        write, read = (table[:, min(stage, table.shape[1] - 1)] for table in (own.write, own.read))
-        memory = np.full(own.number, IDLE)
-        for tick in range(schedule.num_ticks):
-            done, begun = schedule.backward[tick, stage], schedule.forward[tick, stage]
-            assert done == IDLE or memory[read[tick]] == done
-            if done != IDLE:
-                memory[read[tick]] = IDLE
-            # A stage with nothing to do fills a slot that nothing is in.
-            assert begun != IDLE or write[tick] == IDLE or memory[write[tick]] == IDLE
-            if begun != IDLE:
-                memory[write[tick]] = begun
-    assert own.number == in_flight(schedule)[-1]
+    if schedule.name not in ("chunked", "split"):
+        assert {segment.mode for segment in schedule.segments()} == {"lockstep"}
+        assert all(segment.kinds for segment in schedule.segments())
 
 
-def test_steady_1f1b_always_has_a_slot_to_write_to():
-    for num_stages in range(1, 9):
-        schedule = one_forward_one_backward(num_stages, 2 * num_stages)
-        slots = residual_slots(schedule)
-        forward = [segment for segment in schedule.segments() if "forward" in segment.kinds]
-        assert all((slots.write[segment.first : segment.stop] != IDLE).all() for segment in forward)
-        assert all((slots.of_stage(num_stages - 1).write[segment.first : segment.stop] != IDLE).all() for segment in forward)
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES, CHUNKS)
+def test_interleaved_takes_a_chunk_less_for_every_stage_but_one(num_stages, num_microbatches, num_chunks):
+    """M + (S - 1)/C times forward and backward of all chunks: CM + S - 1 ticks of a chunk's, whether S divides M or not."""
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    validate(schedule)
+    ticks = num_chunks * num_microbatches + num_stages - 1
+    if num_microbatches < num_stages:
+        ticks = num_chunks * num_stages + num_microbatches - 1
+    assert ticks_with(schedule) == {"forward": ticks, "backward": ticks, "weight": 0}
+    assert ticks <= num_chunks * (num_microbatches + num_stages - 1)
 
 
-def is_valid(schedule: Schedule) -> bool:
-    """What `validate` has to find out, said in another way: from when each microbatch is where in the model."""
-    number, stages = schedule.num_chunks * schedule.num_microbatches, np.arange(schedule.num_stages)
-    when = {}
-    for kind in KINDS:
-        table = schedule.table(kind)
-        optional = kind == "weight" or (kind == "backward" and not schedule.splits_weight)
-        if optional and (table == IDLE).all():
-            continue
-        if any(sorted(column[column != IDLE]) != list(range(number)) for column in table.T):
-            return False
-        # In ticks, [microbatch, place in the model].
-        ticks = np.stack([np.argsort(table[:, stage], kind="stable")[-number:] for stage in stages], axis=1)
-        when[kind] = ticks.reshape(schedule.num_chunks, schedule.num_microbatches, -1).swapaxes(0, 1).reshape(schedule.num_microbatches, -1)
-    good = (np.diff(when["forward"]) > 0).all()
-    if "backward" in when:
-        good &= (np.diff(when["backward"]) < 0).all() and (when["backward"] > when["forward"]).all()
-    if "weight" in when:
-        good &= (when["weight"] >= when["backward"]).all()
-    return bool(good)
+@settings(deadline=None)
+@given(STAGES, st.integers(1, 8), CHUNKS)
+def test_interleaved_of_whole_groups_is_the_published_one(num_stages, num_groups, num_chunks):
+    """As many chunks in flight as in Megatron-LM: (C - 1)S + 2(S - 1 - s) + 1; a tick for each virtual microbatch."""
+    num_microbatches = num_groups * num_stages
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    held = [(num_chunks - 1) * num_stages + 2 * (num_stages - 1 - stage) + 1 for stage in range(num_stages)]
+    assert in_flight(schedule).tolist() == [min(number, num_chunks * num_microbatches) for number in held]
+    for stage in range(num_stages):
+        group, chunk, microbatch = np.indices((num_groups, num_chunks, num_stages)).reshape(3, -1)
+        cells = chunk * num_microbatches + group * num_stages + microbatch
+        assert schedule.forward[stage : stage + len(cells), stage].tolist() == cells.tolist()
+        back = (num_chunks - 1 - chunk) * num_microbatches + group * num_stages + microbatch
+        first = num_chunks * num_stages + num_stages - 1 - stage
+        assert schedule.backward[first : first + len(cells), stage].tolist() == back.tolist()
 
 
-def changed(schedule: Schedule, kind: str, table: np.ndarray) -> Schedule:
-    tables: dict[str, Any] = {kind: table}
-    return dataclasses.replace(schedule, **tables)
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES, CHUNKS)
+def test_interleaved_holds_no_more_than_its_largest_group_asks_for(num_stages, num_microbatches, num_chunks):
+    schedule = interleaved(num_stages, num_microbatches, num_chunks)
+    num_groups = max(1, num_microbatches // num_stages)
+    largest = max(num_stages, -(-num_microbatches // num_groups))
+    assert residual_slots(schedule).number <= (num_chunks - 1) * largest + 2 * num_stages - 1
 
 
-@st.composite
-def mutations(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
-    """A valid table, and one with something dropped, doubled, swapped, moved or put out of range."""
-    schedule = draw(st.sampled_from([gpipe, one_forward_one_backward, chunked, split]))(draw(st.integers(1, 5)), draw(st.integers(1, 8)))
-    kind = draw(st.sampled_from([kind for kind in KINDS if (schedule.table(kind) != IDLE).any()]))
-    table = schedule.table(kind).copy()
-    tick, other = draw(st.tuples(*2 * [st.integers(0, schedule.num_ticks - 1)]))
-    stage = draw(st.integers(0, schedule.num_stages - 1))
-    match draw(st.sampled_from(["set", "copy", "swap", "swap ticks", "shift a stage", "shift"])):
-        case "set":
-            table[tick, stage] = draw(st.integers(-3, schedule.num_chunks * schedule.num_microbatches + 2))
-        case "copy":
-            table[tick, stage] = table[other, stage]
-        case "swap":
-            table[[tick, other], stage] = table[[other, tick], stage]
-        case "swap ticks":
-            table[[tick, other]] = table[[other, tick]]
-        case "shift a stage":
-            table[:, stage] = np.roll(table[:, stage], draw(st.integers(-3, 3)))
-        case "shift":
-            table = np.roll(table, draw(st.integers(-3, 3)), axis=0)
-    return schedule, changed(schedule, kind, table)
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES)
+def test_interleaved_of_one_chunk_is_1f1b(num_stages, num_microbatches):
+    one, plain = interleaved(num_stages, num_microbatches, 1), one_forward_one_backward(num_stages, num_microbatches)
+    assert all(np.array_equal(one.table(kind), plain.table(kind)) for kind in KINDS)
 
 
-@settings(deadline=None, max_examples=300)
-@given(mutations())
-def test_what_is_wrong_is_refused_and_nothing_else(mutation):
-    before, after = mutation
-    assert is_valid(before)
-    if is_valid(after):
-        validate(after)
-        return
-    with pytest.raises(
-        InputError, match=r"(forward|backward|weight) (of microbatch \d|cell).* on stage \d.*tick|cell of stage \d in tick \d"
-    ):
-        validate(after)
+@settings(deadline=None)
+@given(STAGES, MICROBATCHES)
+def test_zero_bubble_computes_weight_gradients_on_all_stages_at_once(num_stages, num_microbatches):
+    """(M + S - 1)(f + b) + M w, with as much in flight as in 1F1B and at most S more weight gradients to come."""
+    schedule = zero_bubble(num_stages, num_microbatches)
+    validate(schedule)
+    ticks = num_microbatches + num_stages - 1
+    assert ticks_with(schedule) == {"forward": ticks, "backward": ticks, "weight": num_microbatches}
+    plain = one_forward_one_backward(num_stages, num_microbatches)
+    assert residual_slots(schedule).number == residual_slots(plain).number
+    assert weight_slots(schedule).number == min(num_stages, num_microbatches)
+    # Both together.
+    begun, ended = (np.cumsum(schedule.table(kind) != IDLE, axis=0) for kind in ("forward", "weight"))
+    assert (begun - ended).max() <= 2 * num_stages
+    # No weight gradient stands in the tick of an input gradient it needs.
+    when = {action: tick for tick, action in schedule.actions()}
+    assert all(tick > when[action._replace(kind="backward")] for action, tick in when.items() if action.kind == "weight")
 
 
-@st.composite
-def action_of_table(draw: st.DrawFn) -> tuple[Schedule, int, Action]:
-    """A table of two microbatches or more, and one of its actions with the tick it stands in."""
-    maker = draw(st.sampled_from([gpipe, one_forward_one_backward, chunked, split]))
-    schedule = maker(draw(st.integers(1, 8)), draw(st.integers(2, 16)))
-    return (schedule, *draw(st.sampled_from(schedule.actions())))
-
-
-def cell_of(schedule: Schedule, action: Action) -> int:
-    return action.chunk * schedule.num_microbatches + action.microbatch
-
-
-@settings(deadline=None, max_examples=100)
-@given(action_of_table())
-def test_a_dropped_action_is_named(case):
-    schedule, tick, action = case
-    table = schedule.table(action.kind).copy()
-    table[tick, action.stage] = IDLE
-    with pytest.raises(InputError, match=f"the {action} is missing from ticks 0 to {schedule.num_ticks - 1}$"):
-        validate(changed(schedule, action.kind, table))
-
-
-@settings(deadline=None, max_examples=100)
-@given(action_of_table(), st.data())
-def test_a_doubled_action_is_named_with_both_ticks(case, data):
-    schedule, tick, action = case
-    table = schedule.table(action.kind).copy()
-    idle = np.flatnonzero(table[:, action.stage] == IDLE).tolist()
-    assume(idle)
-    again = data.draw(st.sampled_from(idle))
-    table[again, action.stage] = cell_of(schedule, action)
-    first, second = sorted([tick, again])
-    with pytest.raises(InputError, match=f"the {action} stands in tick {first} and again in tick {second}$"):
-        validate(changed(schedule, action.kind, table))
-
-
-@settings(deadline=None, max_examples=100)
-@given(action_of_table(), st.one_of(st.integers(-100, -2), st.integers(0, 100)))
-def test_a_cell_out_of_range_is_named(case, beyond):
-    schedule, tick, action = case
-    cell = beyond if beyond < 0 else beyond + schedule.num_chunks * schedule.num_microbatches
-    table = schedule.table(action.kind).copy()
-    table[tick, action.stage] = cell
-    with pytest.raises(InputError, match=f"the {action.kind} cell of stage {action.stage} in tick {tick} holds {cell};"):
-        validate(changed(schedule, action.kind, table))
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(1, 8), st.integers(1, 16), st.data())
-@example(1, 1, None)
-def test_swapped_ticks_of_1f1b_are_refused(num_stages, num_microbatches, data):
-    """Every tick but the last has an action that one of the next tick waits for."""
-    schedule = one_forward_one_backward(num_stages, num_microbatches)
-    choice = st.integers(0, schedule.num_ticks - 1)
-    ticks = data.draw(st.tuples(choice, choice)) if data else (0, 1)
-    assume(ticks[0] != ticks[1])
-    tables = np.stack([schedule.forward, schedule.backward])
-    tables[:, ticks] = tables[:, ticks[::-1]]
-    with pytest.raises(InputError, match=r"stands in tick \d+, (before|in the same tick as) the .* it waits for \(tick \d+\)"):
-        validate(dataclasses.replace(schedule, forward=tables[0], backward=tables[1]))
-
-
-def test_backward_before_its_forward_is_refused():
-    schedule = one_forward_one_backward(1, 2)
-    early = changed(schedule, "backward", np.roll(schedule.backward, -1, axis=0))
-    with pytest.raises(
-        InputError,
-        match=r"^schedule 1f1b: the backward of microbatch 0 on stage 0 stands in tick 0, in the same tick as "
-        r"the forward of microbatch 0 on stage 0 it waits for \(tick 0\)$",
-    ):
-        validate(early)
-
-
-def test_weight_gradients_without_backward_are_refused():
-    schedule = split(2, 2)
-    bare = changed(schedule, "backward", np.full_like(schedule.backward, IDLE))
-    with pytest.raises(InputError, match="backward of microbatch 0 on stage 0 is missing"):
-        validate(bare)
-
-
-def test_tables_of_two_sizes_are_refused():
-    schedule = gpipe(2, 2)
-    with pytest.raises(InputError, match=r"the weight table is \(3, 2\), the forward table \(6, 2\)"):
-        validate(changed(schedule, "weight", schedule.weight[:3]))
-
-
-@pytest.mark.parametrize("maker", [gpipe, one_forward_one_backward, forward_only])
+@pytest.mark.parametrize("maker", [gpipe, one_forward_one_backward, zero_bubble, forward_only])
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
 def test_empty_schedules_are_refused(maker, sizes):
     with pytest.raises(InputError, match=f"{sizes[0]} stages and {sizes[1]} microbatches is empty"):
         maker(*sizes)
 
 
+def test_chunks_that_are_none_are_refused():
+    with pytest.raises(InputError, match="2 stages of 0 chunks and 4 microbatches is empty"):
+        interleaved(2, 4, 0)
+
+
 def test_schedules_have_names():
-    for name in ("gpipe", "1f1b", "forward-only"):
+    for name in ("gpipe", "1f1b", "forward-only", "zero-bubble", "interleaved"):
         assert schedule_of_name(name, 2, 3).name == name
-    with pytest.raises(InputError, match=r"pipeline.schedule is zigzag, .* it has gpipe, 1f1b, forward-only"):
+    assert schedule_of_name("interleaved", 2, 3, 4).num_chunks == 4
+    with pytest.raises(InputError, match=r"pipeline.schedule is zigzag; it must be gpipe, 1f1b, .*interleaved or a .csv file"):
         schedule_of_name("zigzag", 2, 3)
+    with pytest.raises(
+        InputError, match=r"pipeline.num_chunks is 2, but schedule zero-bubble has 1 chunk a stage; only interleaved has more"
+    ):
+        schedule_of_name("zero-bubble", 2, 3, 2)
 
 
 @settings(deadline=None)
-@given(STAGES, MICROBATCHES, st.sampled_from(MAKERS))
-def test_segments_are_the_longest_runs_of_the_same_kinds(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
-    segments = schedule.segments()
-    assert [segment.first for segment in segments] == [0, *(segment.stop for segment in segments[:-1])]
-    assert segments[-1].stop == schedule.num_ticks
-    for segment in segments:
-        for tick in range(segment.first, segment.stop):
-            assert segment.kinds == tuple(kind for kind in KINDS if (schedule.table(kind)[tick] != IDLE).any())
-    assert all(left.kinds != right.kinds for left, right in itertools.pairwise(segments))
+@given(STAGES, MICROBATCHES, st.integers(1, 8))
+def test_zero_bubble_of_fewer_waiting_weight_gradients_lies_between(num_stages, num_microbatches, num_waiting):
+    """(M + S - v) w for weight gradients, v of them waiting at most, and in step unless there is too little to do."""
+    schedule = zero_bubble(num_stages, num_microbatches, num_waiting)
+    validate(schedule)
+    waiting = min(num_waiting, num_stages)
+    assert weight_slots(schedule).number == min(waiting, num_microbatches)
+    assert ticks_with(schedule)["weight"] == num_microbatches + num_stages - waiting
+    if num_microbatches > waiting:
+        assert {segment.mode for segment in schedule.segments()} == {"lockstep"}
 
 
-@settings(deadline=None)
-@given(STAGES, MICROBATCHES)
-def test_segments_of_1f1b_fill_repeat_and_drain(num_stages, num_microbatches):
-    fill, *repeat, drain = one_forward_one_backward(num_stages, num_microbatches).segments()
-    assert fill == (0, num_stages, ("forward",))
-    both = num_stages + num_microbatches - 1
-    assert repeat == ([(num_stages, both, ("backward", "forward"))] if num_microbatches > 1 else [])
-    assert drain == (both, both + num_stages, ("backward",))
-    assert [segment.kinds for segment in gpipe(num_stages, num_microbatches).segments()] == [("forward",), ("backward",)]
-    assert split(2, 4).segments()[1].kinds == ("backward", "weight", "forward")
-
-
-def test_text_of_1f1b():
-    assert text(one_forward_one_backward(2, 3)).splitlines() == [
-        "tick    |  0 |  1 |     2 |     3 |  4 |  5",
-        "stage 0 | F0 | F1 | F2    | B0    | B1 | B2",
-        "stage 1 |    | F0 | B0 F1 | B1 F2 | B2 |",
-    ]
-
-
-def test_text_shows_chunks_and_weight_gradients():
-    assert text(chunked(1, 1)).splitlines() == [
-        "tick    |    0 |    1 |    2 |    3",
-        "stage 0 | F0.0 | F0.1 | B0.1 | B0.0",
-    ]
-    assert text(split(1, 2)).splitlines() == [
-        "tick    |  0 |        1 |     2",
-        "stage 0 | F0 | B0 W0 F1 | B1 W1",
-    ]
-
-
-@settings(deadline=None, max_examples=50)
-@given(STAGES, st.integers(1, 12), st.sampled_from(MAKERS))
-def test_text_lines_up_and_shows_every_action(num_stages, num_microbatches, maker):
-    schedule = maker(num_stages, num_microbatches)
-    lines = [line.split("|") for line in text(schedule).splitlines()]
-    assert len(lines) == num_stages + 1
-    assert {len(line) for line in lines} == {schedule.num_ticks + 1}
-    assert all(len({len(cell) for cell in column}) == 1 for column in zip(*(line[:-1] for line in lines), strict=True))
-    assert sum(len(cell.split()) for line in lines[1:] for cell in line[1:]) == len(schedule.actions())
+def test_weight_gradients_that_do_not_wait_are_refused():
+    with pytest.raises(InputError, match="0 microbatches may wait for their weight gradients; each waits a tick, so at least 1 has to"):
+        zero_bubble(2, 4, 0)

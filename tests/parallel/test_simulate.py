@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from giantjax.errors import InputError
+from giantjax.parallel.orders import megatron_orders, table_orders
 from giantjax.parallel.schedule import (
     IDLE,
     KINDS,
@@ -21,8 +22,9 @@ from giantjax.parallel.schedule import (
     in_flight,
     one_forward_one_backward,
 )
-from giantjax.parallel.simulate import Costs, Link, Sends, Timeline, asynchronous, lockstep, megatron_orders, table_orders
-from tests.parallel.test_schedule import MICROBATCHES, STAGES, chunked, split
+from giantjax.parallel.simulate import Costs, Link, Sends, asynchronous, lockstep
+from giantjax.parallel.timeline import Timeline
+from tests.parallel.tables import ALONE, MICROBATCHES, STAGES, any_tables, chunked, split
 
 FEW = st.integers(1, 12)
 SECONDS = st.floats(0.1, 10)
@@ -46,8 +48,7 @@ def runs(schedule: Schedule, costs: Costs) -> list[Timeline]:
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     """A schedule with durations that differ from stage to stage, on a link of any speed."""
-    maker = draw(st.sampled_from([gpipe, one_forward_one_backward, forward_only, chunked, split]))
-    schedule = maker(draw(STAGES), draw(FEW))
+    schedule = draw(any_tables)
     shape = (schedule.num_stages, schedule.num_chunks)
     durations = [draw(st.lists(SECONDS, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])) for _ in KINDS]
     forward, backward, weight = (np.reshape(seconds, shape) for seconds in durations)
@@ -97,10 +98,19 @@ def test_a_wire_carries_one_message_at_a_time(workload):
 
 @settings(deadline=None, max_examples=50)
 @given(workloads())
-def test_lockstep_adds_the_slowest_of_each_kind_in_each_tick(workload):
+def test_lockstep_adds_what_the_busiest_stage_of_each_tick_takes(workload):
     schedule, costs = workload
-    longest = {kind: seconds.max() for kind, seconds in costs.durations(schedule).items()}
-    work = sum(longest[kind] * int((schedule.table(kind) != IDLE).any(axis=1).sum()) for kind in KINDS)
+    durations, work = costs.durations(schedule), 0.0
+    for segment in schedule.segments():
+        for tick in range(segment.first, segment.stop):
+            busy = np.zeros(schedule.num_stages)
+            for kind in segment.kinds:
+                for stage, cell in enumerate(schedule.table(kind)[tick]):
+                    if segment.mode == "lockstep":
+                        busy[stage] += durations[kind].max()
+                    elif cell != IDLE:
+                        busy[stage] += durations[kind][stage, cell // schedule.num_microbatches]
+            work += busy.max()
     timeline = lockstep(schedule, costs)
     assert timeline.step_time == pytest.approx(work + timeline.exposed_transfer, rel=EXACT)
     free = lockstep(schedule, Costs(costs.forward, costs.backward, costs.weight))
@@ -145,31 +155,33 @@ def test_a_hop_shorter_than_the_work_beside_it_is_hidden(num_stages, num_microba
 
 
 def test_a_message_travels_beside_weight_gradients_too():
-    """Two stages, two microbatches, f, b, w = 2, 3, 1: ticks F F BWF BWF BW, a hop of 4 = b + w before F, 3 = w + f after B."""
-    schedule = split(2, 2)
+    """Two stages, three microbatches, f, b, w = 2, 3, 1: ticks F F BF BWF BW BW W.
+
+    A hop has b + w = 4 before F in the tick of all three, and w + f = 3 after B; else b before F, f or w after B.
+    """
+    schedule = split(2, 3)
     costs = Costs(2, 3, 1, slow(3))
-    assert lockstep(schedule, costs).exposed_transfer == 3 + (3 - 1)
-    # Forward results arrive with the end of W, after which the gradient has 2 of its 4 seconds under F.
+    assert lockstep(schedule, costs).exposed_transfer == 3 + (3 - 2) + 0 + (3 - 1)
+    # Forward results arrive a second after B in the tick without W, and with the end of W in the tick with it.
     timeline = lockstep(schedule, Costs(2, 3, 1, slow(4)))
-    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "forward"] == [4, 0]
-    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "backward"] == [2, 3]
-    assert timeline.step_time == 3 * 2 + 3 * (3 + 1) + 4 + 2 + 3
+    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "forward"] == [4, 1, 0]
+    assert [transfer.exposed for transfer in timeline.transfers if transfer.action.kind == "backward"] == [2, 2, 3]
+    assert timeline.step_time == 4 * 2 + 4 * 3 + 4 * 1 + 4 + 1 + 2 + 2 + 3
 
 
-@settings(deadline=None, max_examples=50)
-@given(STAGES, MICROBATCHES, SECONDS, SECONDS)
-def test_megatron_1f1b_takes_as_long_with_half_the_microbatches_in_flight(num_stages, num_microbatches, forward, backward):
-    schedule = one_forward_one_backward(num_stages, num_microbatches)
-    timeline = asynchronous(schedule, Costs(forward, backward), megatron_orders(num_stages, num_microbatches))
-    assert timeline.step_time == pytest.approx((num_microbatches + num_stages - 1) * (forward + backward), rel=EXACT)
-    assert timeline.in_flight.tolist() == [min(num_stages - stage, num_microbatches) for stage in range(num_stages)]
-
-
-def test_megatron_1f1b_by_hand():
-    orders = megatron_orders(3, 4)
-    words = [" ".join(f"{action.kind[0].upper()}{action.microbatch}" for action in order) for order in orders]
-    assert words == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
-    assert all(action.stage == stage for stage, order in enumerate(orders) for action in order)
+def test_switch_ticks_by_hand():
+    """Two stages that do one thing each, two microbatches, f = 2, b = 3, hop 1: ticks F F B BF B B, the fourth a switch."""
+    assert lockstep(ALONE, Costs(2, 3)).step_time == 2 + 2 + 3 + max(2, 3) + 3 + 3
+    timeline = lockstep(ALONE, Costs(2, 3, link=slow(1)))
+    # Stage 1 waits for F0; F1 travels beside B0 of stage 1, whose result the whole fourth tick waits for; B1 last of all.
+    assert [(event.start, event.end) for event in timeline.events] == [(0, 2), (3, 5), (9, 12), (16, 19), (3, 5), (5, 8), (9, 11), (12, 15)]
+    assert [(str(transfer.action)[:8], transfer.exposed) for transfer in timeline.transfers] == [
+        ("forward ", 1),
+        ("forward ", 0),
+        ("backward", 1),
+        ("backward", 1),
+    ]
+    assert timeline.exposed_transfer == 3
 
 
 @settings(deadline=None, max_examples=50)
@@ -243,7 +255,7 @@ def test_in_flight_is_what_the_table_says(num_stages, num_microbatches, maker, w
 
 def test_in_flight_ends_with_the_last_action_of_a_microbatch():
     assert lockstep(forward_only(3, 5), Costs(1)).in_flight.tolist() == [1, 1, 1]
-    assert lockstep(split(2, 8), Costs(1, 1, 1)).in_flight.tolist() == [3, 1]
+    assert lockstep(split(2, 8), Costs(1, 1, 1)).in_flight.tolist() == [4, 2]
     assert lockstep(split(2, 8, late=2), Costs(1, 1, 1)).in_flight.tolist() == [5, 3]
 
 

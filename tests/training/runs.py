@@ -99,19 +99,21 @@ def _peak_flops(*_: Any) -> tuple[float, str]:
 
 
 class CompiledOnce:
-    """A train step that keeps the program it was first compiled to."""
+    """A train step that keeps the program it was first compiled to for a batch of such arrays."""
 
     def __init__(self, step: jax.stages.Wrapped):
         self._step = step
-        self._program: jax.stages.Compiled | None = None
+        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._latest: Any = None
 
-    def lower(self, *arguments: Any) -> "CompiledOnce":
-        self._program = self._program or self._step.lower(*arguments).compile()
+    def lower(self, state: Any, batch: dict[str, jax.Array]) -> "CompiledOnce":
+        self._latest = tuple((name, array.shape) for name, array in batch.items())
+        if self._latest not in self._programs:
+            self._programs[self._latest] = self._step.lower(state, batch).compile()
         return self
 
     def compile(self) -> jax.stages.Compiled:
-        assert self._program is not None
-        return self._program
+        return self._programs[self._latest]
 
 
 _made: dict[tuple[str, RunConfig], Any] = {}

@@ -69,7 +69,7 @@ def test_throughput_is_by_its_formulas(corpus, tmp_path, monkeypatch, data, seco
     clock = itertools.count(100.0, seconds)
     monkeypatch.setattr(bookkeeper, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     with ProgressLine(30, 1) as progress:
-        book = Bookkeeper(config, directory_of(config), 0, 0, progress, (PEAK_FLOPS, "known"))
+        book = Bookkeeper(config, directory_of(config), 0, 0, 0, progress, (PEAK_FLOPS, "known"))
         book.push(1, StepMetrics(jnp.float32(2.5), jnp.float32(1.5), jnp.float32(0), {}))
         book.write(validation_loss=2.0)
         book.close()

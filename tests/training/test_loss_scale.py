@@ -84,22 +84,16 @@ def trained(case: Case, steps: int, scale: float = 2.0**12) -> tuple[list[float]
     state, losses = jax.block_until_ready(init_state(model, optimizer, layout, 0)), []
     batch = jax.block_until_ready(jax.device_put(batch_of(), NamedSharding(layout.mesh, BATCH_SPEC)))
     for _ in range(steps):
-        # One step after the other: simulated devices share two cores, and fp16 is slow on them.
-        state, metrics = jax.block_until_ready(step(state, batch))
+        state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
     return losses, state
 
 
 ONE = Case(dtype="float16", dropout=0.0)
-CASES = [
+MESHES = [
     dataclasses.replace(ONE, pipe=2, data=2, tensor=2, microbatches=4, zero=1),
     dataclasses.replace(ONE, pipe=2, replica=2, data=2, microbatches=2, compression="int8"),
 ]
-
-
-# XLA's CPU runtime may start independent collectives of eight simulated devices in different orders, and then they wait for each
-# other; in fp16, which it computes slowly, that happens often enough to keep these out of every run.
-MESHES = [pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize("case", [ONE, *MESHES], ids=str)

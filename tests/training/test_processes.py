@@ -16,9 +16,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from giantjax.config import MeshConfig, RunConfig
-from giantjax.data import loader
-from giantjax.data.loader import sample_order, training_batches, validation_batches
-from giantjax.data.sources import Synthetic, samples_of
+from giantjax.data import corpora
+from giantjax.data.corpora import Synthetic, samples_of
+from giantjax.data.loader import training_batches, validation_batches
+from giantjax.data.order import sample_order
 from giantjax.parallel.mesh import build_mesh
 from giantjax.training.feed import rows_here, spread
 from giantjax.training.metrics import MetricsFile
@@ -293,7 +294,7 @@ def test_each_process_reads_the_rows_of_its_devices(monkeypatch, degrees, proces
         assert rows_here(SimpleNamespace(addressable_devices_indices_map=lambda _, held=held: held), 8) == rows  # type: ignore[arg-type]
         counting = Counting(samples_of(Synthetic(1), *SIZES.values()))
         with monkeypatch.context() as patch:
-            patch.setattr(loader, "samples_of", lambda *_, counting=counting: counting)
+            patch.setattr(corpora, "samples_of", lambda *_, counting=counting: counting)
             batches = training_batches(Synthetic(1), global_batch_size=8, prefetch=1, seed=3, start_sample=5, rows=rows, **SIZES)
             batch = next(batches)
             batches.close()

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def causal_attention(
@@ -14,8 +14,9 @@ def causal_attention(
     key: Float[Array, "B S N D"],
     value: Float[Array, "B S N D"],
     drop: Callable[[Float[Array, "B N S S"]], Float[Array, "B N S S"]] = lambda weights: weights,
+    segment: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S N D"]:
-    """softmax(q k^T / sqrt(D)) v over the keys at or before each query (Vaswani et al., 2017).
+    """softmax(q k^T / sqrt(D)) v over the keys at or before each query (Vaswani et al., 2017), with `segment` those of its segment.
 
     Scores and softmax are fp32 whatever the inputs are; `drop` is applied to the attention weights. The weights
     carry the checkpoint name `attention_weights`, and the backward pass needs nothing else of the softmax.
@@ -23,8 +24,10 @@ def causal_attention(
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", query, key, preferred_element_type=jnp.float32)
     scores_BNST = scores_BNST * (query.shape[-1] ** -0.5)
     length = query.shape[1]
-    causal_ST = jnp.tril(jnp.ones((length, length), bool))
-    weights_BNST = _softmax(jnp.where(causal_ST, scores_BNST, -jnp.inf), value.dtype)
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    if segment is not None:
+        seen = seen & (segment[:, None, :, None] == segment[:, None, None, :])
+    weights_BNST = _softmax(jnp.where(seen, scores_BNST, -jnp.inf), value.dtype)
     return jnp.einsum("bnst,btnd->bsnd", drop(weights_BNST), value)
 
 
