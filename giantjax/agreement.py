@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import giantjax
@@ -14,6 +15,8 @@ from giantjax.data.corpora import Source, fingerprint
 from giantjax.errors import InputError
 from giantjax.fields import leaves
 from giantjax.parallel.nodes import Nodes, find_nodes, nodes_from, resolve, survey
+from giantjax.parallel.schedule import schedule_of_name
+from giantjax.parallel.schedule_file import read_schedule
 from giantjax.peers import Peers, processes
 from giantjax.planner.automatic import resolve_mesh
 
@@ -29,7 +32,8 @@ def settle_run(config: RunConfig, machine: Machine, peers: Peers, cluster: Clust
     `cluster` is that of `runtime.cluster`.
 
     Raises:
-        InputError: processes differ in their configurations, versions, clusters or devices, or the mesh does not fit the devices.
+        InputError: processes differ in their configurations, versions, clusters, schedule files or devices, or the mesh does not fit
+            the devices, or the schedule the mesh.
     """
 
     def decide(told: list[Any]) -> Any:
@@ -38,11 +42,17 @@ def settle_run(config: RunConfig, machine: Machine, peers: Peers, cluster: Clust
 
     same = {path: value for path, value in leaves(config).items() if path not in OWN} | versions() | {"the kind of device": machine.kind}
     if cluster:
-        same["the content of runtime.cluster"] = hashlib.sha256(repr(cluster).encode()).hexdigest()[:8]
+        same["the content of runtime.cluster"] = _digest(repr(cluster).encode())
+    if config.pipeline.schedule.endswith(".csv"):
+        read_schedule(config.pipeline.schedule)
+        same["the content of pipeline.schedule"] = _digest(Path(config.pipeline.schedule).read_bytes())
     nodes = nodes_from(peers.settle({"same": same, "survey": survey(machine, peers.job, peers.host)}, decide))
     job = dataclasses.replace(config.runtime, num_processes=peers.job.num_processes)
     planned, choice = resolve_mesh(dataclasses.replace(config, runtime=job), machine, nodes, cluster)
-    return resolve(planned, nodes), nodes, choice
+    config = resolve(planned, nodes)
+    if config.pipeline.schedule.endswith(".csv"):
+        schedule_of_name(config.pipeline.schedule, config.mesh.pipe, config.num_microbatches, config.pipeline.num_chunks)
+    return config, nodes, choice
 
 
 def settle_data(sources: Mapping[str, Source | None], peers: Peers) -> None:
@@ -84,6 +94,10 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def _in_words(value: Any) -> str:

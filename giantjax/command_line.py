@@ -32,6 +32,7 @@ COMMON = frozenset(
         *("training.num_steps", "training.global_batch_size", "training.eval_every", "training.zero_stage"),
         *("training.precision", "training.recompute", "optimizer.learning_rate", "optimizer.warmup"),
         *("mesh.pipe", "mesh.data", "mesh.tensor", "mesh.replica", "pipeline.schedule", "pipeline.num_microbatches"),
+        *("pipeline.num_chunks", "pipeline.partition"),
         *("data.train", "data.validation", "data.split", "checkpoint.every", "checkpoint.keep", "checkpoint.accept_change"),
         "runtime.num_cpu_devices",
     )
@@ -135,7 +136,9 @@ def parse(kind: Any, arguments: list[str], default: Any = tyro.MISSING_NONPROP) 
     """tyro's reading of `arguments` as a `kind`, its complaint turned into one sentence."""
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     printed = io.StringIO()
-    with contextlib.redirect_stderr(printed), _wide_terminal():
+    # Help is for the terminal as wide as it is; complaints are taken apart below.
+    width = contextlib.nullcontext() if {"-h", "--help"} & set(arguments) else _wide_terminal()
+    with contextlib.redirect_stderr(printed), width:
         try:
             return tyro.cli(kind, default=default, args=arguments)
         except SystemExit as stop:

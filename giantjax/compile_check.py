@@ -76,7 +76,16 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     model = model_on_mesh(config, DTYPES[chosen])
     optimizer = build_optimizer(config, model.decays)
     scales = config.loss_scale if chosen == "fp16" else None
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression, scales)
+    layout = layout_of(
+        model,
+        optimizer,
+        mesh,
+        config.training.zero_stage,
+        config.training.compression,
+        scales,
+        num_chunks=config.pipeline.num_chunks,
+        partition=config.pipeline.partition,
+    )
     step = build_train_step(
         model,
         optimizer,
@@ -84,6 +93,7 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
         num_microbatches=config.num_microbatches,
         schedule=config.pipeline.schedule,
         recompute=config.training.recompute,
+        skips_head=config.pipeline.head == "last",
     )
     lowered = step.lower(abstract_state(layout), _abstract_batch(config, layout))
     return Lowered(lowered, config, cluster, layout, chosen, why, target_of(cluster), time.perf_counter() - begin)

@@ -109,9 +109,3 @@ def above_zero(path: str, value: float) -> None:
     """Raise InputError unless value > 0."""
     if value <= 0:
         raise InputError(f"{path} is {value}; it must be above 0")
-
-
-def only(path: str, value: Any, supported: Any) -> None:
-    """Raise InputError for a value whose machinery this version does not have."""
-    if value != supported:
-        raise InputError(f"{path} is {value}, which this version does not have yet; leave it at {supported}")

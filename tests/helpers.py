@@ -15,7 +15,9 @@ from jaxtyping import Array
 from giantjax.config import MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainingConfig
 from giantjax.model.gpt import GPT, gpt
 from giantjax.parallel.mesh import build_mesh
-from giantjax.parallel.stages import Batch, Model, Params, apply_blocks, group_layers
+from giantjax.parallel.partition import BLOCK
+from giantjax.parallel.spans import Span, cut, spans_of
+from giantjax.parallel.stages import Batch, Model, Params, apply_blocks
 from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.state import Layout, TrainState, layout_of
 from giantjax.training.step import BATCH_SPEC, build_train_step
@@ -64,10 +66,17 @@ def random_batch(config: ModelConfig, num_samples: int, seed: int = 0) -> dict[s
     }
 
 
+def cut_whole(params: Params, recompute: str = "none") -> tuple[list[Span], list[Array], list[Params]]:
+    """All blocks of a model on one device, for `apply_blocks`."""
+    num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+    spans = spans_of((BLOCK,) * num_layers, np.arange(num_layers)[None], 1, recompute)
+    return spans, *cut(spans, jnp.arange(num_layers), {BLOCK: params["blocks"]})
+
+
 def last_stream(model: Model, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:
     """The residual stream after the last block; dropout is that of `step`."""
-    groups = group_layers((jnp.arange(jax.tree.leaves(params["blocks"])[0].shape[0]), params["blocks"]), recompute)
-    return apply_blocks(model, params, groups, model.embed(params, batch, step), batch, step, recompute)
+    spans, layers, blocks = cut_whole(params, recompute)
+    return apply_blocks(model, params, spans, layers, blocks, model.embed(params, batch, step), batch, step, recompute)
 
 
 def logits_of(model: GPT, params: Params, batch: Batch, step: Array | None = None, recompute: str = "none") -> Array:

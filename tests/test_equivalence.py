@@ -1,7 +1,7 @@
 """Any mesh and schedule equals one device: losses, every gradient, and parameters after three steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -54,11 +54,14 @@ class Case:
     chunks: int = 1
     skips_head: bool = False
     shares_head: bool = False
+    partition: str = "uniform"
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
         return "-".join(f"{name}{value}" for name, value in changed.items()) or "one"
 
+
+INTERLEAVED = Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="interleaved", chunks=2)
 
 # Every factorisation of 8 into pipe x data x tensor, replicas, and each pair of the other choices at least once.
 CASES = (
@@ -76,7 +79,7 @@ CASES = (
     Case(pipe=4, replica=2, microbatches=1, layers=6, recompute="selective", dropout=0.0),
     Case(replica=4, tensor=2, microbatches=4, schedule="gpipe", recompute="full:2", dropout=0.0, clip=None),
     Case(pipe=4, data=2, microbatches=2, layers=7, zero=1, head="untied", clip=None),
-    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="interleaved", chunks=2, zero=1),
+    replace(INTERLEAVED, zero=1),
     Case(pipe=3, data=2, microbatches=8, schedule="interleaved", chunks=2, layers=7, recompute="full:2", skips_head=True, clip=None),
     Case(pipe=4, tensor=2, microbatches=2, schedule="interleaved", chunks=2, layers=8, head="untied", recompute="selective"),
     Case(pipe=4, tensor=2, microbatches=8, schedule="zero-bubble", recompute="selective"),
@@ -89,6 +92,11 @@ CASES = (
     Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=3),
     Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None),
     Case(pipe=2, replica=4, microbatches=4, schedule="zero-bubble", shares_head=True, head="untied"),
+    Case(pipe=4, data=2, microbatches=4, layers=8, partition="manual:2,3,2,1", skips_head=True, zero=1, recompute="selective"),
+    Case(pipe=2, tensor=4, microbatches=4, partition="manual:3,1", skips_head=True, dropout=0.0),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, partition="manual:1,3"),
+    Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", partition="manual:3,1", skips_head=True, head="untied"),
+    replace(INTERLEAVED, layers=7, partition="manual:1,3,2,1", skips_head=True, recompute="full:2", clip=None),
 )
 
 
@@ -160,7 +168,7 @@ def program(case: Case) -> Program:
     # An epsilon above rounding error: the gradient of a key's bias is zero but for rounding, which Adam would blow up.
     transform = optax.chain(optax.scale_by_adam(eps=1e-3), optax.add_decayed_weights(0.1, mask=model.decays), optax.scale(-1e-2))
     optimizer = Optimizer(recording(transform), optax.constant_schedule(1e-2), case.clip)
-    layout = layout_of(model, optimizer, mesh, case.zero, case.compression, num_chunks=case.chunks)  # type: ignore[arg-type]
+    layout = layout_of(model, optimizer, mesh, case.zero, case.compression, num_chunks=case.chunks, partition=case.partition)  # type: ignore[arg-type]
     return Program(model, optimizer, layout, disk_forms(model, optimizer, layout))
 
 

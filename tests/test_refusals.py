@@ -178,10 +178,33 @@ LOSS_SCALE = (
 
 NOT_YET = tuple(
     tiny(f"not-yet-{option.split('.')[1].replace(' ', '-')}", f"--{option}", f"{option.partition(' ')[0].replace('-', '_')} is ")
-    for option in (
-        "training.zero-stage 7",
-        *("pipeline.num-chunks 2", "pipeline.partition 1,1", "pipeline.schedule interleaved", "pipeline.schedule mine.csv"),
-    )
+    for option in ("training.zero-stage 7",)
+)
+
+FOUR = "--model.num-layers 4 --mesh.pipe 2 --runtime.num-cpu-devices 2"
+PIPELINE = (
+    tiny("partition-word", "--pipeline.partition unifrom", "pipeline.partition is 'unifrom'", "manual:COUNT", "did you mean uniform?"),
+    tiny("partition-bare-list", "--pipeline.partition 1,1", "pipeline.partition is '1,1'", "did you mean manual:1,1?"),
+    tiny("partition-regex", "--pipeline.partition 'type:['", "'[' is no regular expression"),
+    tiny("partition-without-match", f"{FOUR} --pipeline.partition type:conv", "matches no block of the model", "TransformerLayer"),
+    tiny("partition-sum", f"{FOUR} --pipeline.partition manual:2,1", "3 layers in all, but the model has 4; such as manual:2,2"),
+    tiny("partition-parts", f"{FOUR} --pipeline.partition manual:2,1,1", "3 counts, but mesh.pipe x", "is 2; such as manual:2,2"),
+    tiny("partition-empty-stage", f"{FOUR} --pipeline.partition manual:4:0,4,4", "leaves part 1 without a block", "manual:4:0,2,4"),
+    tiny("partition-entries", f"{FOUR} --pipeline.partition manual:5:0,2,5", "4 blocks, which are 10 pipeline entries", "manual:4:0,2,4"),
+    tiny("chunks-of-1f1b", f"{FOUR} --pipeline.num-chunks 2", "pipeline.num_chunks is 2, but pipeline.schedule 1f1b has 1 chunk"),
+    tiny(
+        "chunks-above-layers",
+        f"{FOUR} --pipeline.num-chunks 3 --pipeline.schedule interleaved",
+        "mesh.pipe 2 x pipeline.num_chunks 3 = 6, but model.num_layers is 4",
+        "pipeline.num_chunks is at most 2",
+    ),
+    tiny(
+        "head-not-divided",
+        "--model.num-layers 5 --mesh.pipe 5 --runtime.num-cpu-devices 5 --pipeline.head shared",
+        *("pipeline.head is shared, but mesh.pipe 5 does not divide the 264 rows", "nearest mesh.pipe: 4 or 6", "multiple: 5 or 10"),
+    ),
+    tiny("no-such-schedule-file", "--pipeline.schedule nope.csv", "nope.csv", "No such file"),
+    tiny("no-such-head", "--pipeline.head first", "--pipeline.head is 'first'; it must be one of 'everywhere', 'last', 'shared'"),
 )
 
 PROCESSES_AND_DEGREES = (
@@ -389,7 +412,7 @@ PREPARE = (
 )
 
 CASES = (
-    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *LOSS_SCALE, *NOT_YET, *DATA, *CONFIGS),
+    *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *LOSS_SCALE, *NOT_YET, *PIPELINE, *DATA, *CONFIGS),
     *(*RUN_DIRECTORY, *GENERATE, *PLAN, *PREPARE),
 )
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from giantjax.errors import InputError, did_you_mean
-from giantjax.fields import at_least, check_types, only
+from giantjax.fields import at_least, check_types
+from giantjax.parallel.partition import read_partition
 
 if TYPE_CHECKING:
     # None only until the devices are known; what reads a mesh gets it from `resolve`, with numbers.
@@ -63,9 +64,13 @@ class PipelineConfig:
     microbatch_size: int | None = None
     """Samples in a microbatch; None follows from num_microbatches."""
     num_chunks: int = 1
-    """Model chunks on each stage (interleaved)."""
+    """Model chunks on each stage, of an interleaved schedule or a file."""
     partition: str = "uniform"
-    """How layers are dealt to stages."""
+    """How layers are dealt to stages, or to their chunks: uniform; parameters; profile, by times measured at the start; type:REGEX,
+    by kinds of blocks; manual:10,10,10,10; or veGiantModel's manual:N:0,10,20,30,40."""
+    head: Literal["everywhere", "last", "shared"] = "everywhere"
+    """Who computes logits and loss of the last stage's results: every stage, others to no effect; the last alone, under a conditional,
+    for a partition that gives it fewer layers; or all of them, each a part of the vocabulary."""
 
     def __post_init__(self) -> None:
         check_types(self, "pipeline")
@@ -74,11 +79,13 @@ class PipelineConfig:
             raise InputError(
                 f"pipeline.schedule is {self.schedule!r}; it must be {', '.join(known)} or a .csv file{did_you_mean(self.schedule, known)}"
             )
-        if self.schedule not in ("gpipe", "1f1b"):
-            raise InputError(f"pipeline.schedule is {self.schedule}, which this version does not have yet; use gpipe or 1f1b")
         for name in ("num_microbatches", "microbatch_size"):
             if getattr(self, name) is not None:
                 at_least(f"pipeline.{name}", getattr(self, name), 1)
         at_least("pipeline.num_chunks", self.num_chunks, 1)
-        only("pipeline.num_chunks", self.num_chunks, 1)
-        only("pipeline.partition", self.partition, "uniform")
+        if self.num_chunks > 1 and self.schedule in ("gpipe", "1f1b", "zero-bubble"):
+            raise InputError(
+                f"pipeline.num_chunks is {self.num_chunks}, but pipeline.schedule {self.schedule} has 1 chunk a stage; "
+                "interleaved has more, and so may a .csv file"
+            )
+        read_partition(self.partition)

@@ -10,6 +10,7 @@ from giantjax.config.runtime import RuntimeConfig
 from giantjax.config.training import LossScaleConfig, OptimizerConfig, TrainingConfig
 from giantjax.errors import InputError, did_you_mean, nearest_divisors, nearest_multiples
 from giantjax.fields import check_types, leaves
+from giantjax.parallel.partition import BLOCK, counts_of
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,23 @@ class RunConfig:
                 )
         if self.mesh.pipe > model.num_layers:
             raise InputError(f"mesh.pipe is {self.mesh.pipe}, but model.num_layers is {model.num_layers}; a stage holds at least one layer")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        model, stages, chunks = self.model, self.mesh.pipe, self.pipeline.num_chunks
+        if stages * chunks > model.num_layers:
+            raise InputError(
+                f"mesh.pipe {stages} x pipeline.num_chunks {chunks} = {stages * chunks}, but model.num_layers is {model.num_layers}; each "
+                f"chunk holds at least one layer, so pipeline.num_chunks is at most {model.num_layers // stages}"
+            )
+        counts_of(self.pipeline.partition, (BLOCK,) * model.num_layers, stages * chunks)
+        rows = model.padded_vocabulary(self.mesh.tensor) // self.mesh.tensor
+        if self.pipeline.head == "shared" and rows % stages:
+            raise InputError(
+                f"pipeline.head is shared, but mesh.pipe {stages} does not divide the {rows} rows of the padded vocabulary that each "
+                f"device along mesh.tensor {self.mesh.tensor} holds; nearest mesh.pipe: {nearest_divisors(stages, rows)}, "
+                f"nearest model.vocabulary_multiple: {nearest_multiples(model.vocabulary_multiple, stages)}"
+            )
 
     @property
     def schedule_length(self) -> int:

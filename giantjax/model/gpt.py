@@ -5,7 +5,7 @@ outside sees parameters as nested dictionaries of arrays, those of the blocks st
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -166,6 +166,7 @@ def gpt(
         casts=casts,
         dtype=dtype,
         spreads_head=stages is not None,
+        ends=(("embedding",), ("embedding", "head") if config.head == "tied" else ("head",)),
         kept={"none": (*PRODUCTS, "attention_weights"), "selective": PRODUCTS},
         logits=logits,
     )
@@ -174,7 +175,13 @@ def gpt(
 def model_on_mesh(config: RunConfig, dtype: DTypeLike) -> GPT:
     """The model of a run, as its train step runs it inside a `shard_map`."""
     tensor = config.mesh.tensor
-    return gpt(config.model, dtype, seed=config.seed, comm=Communication("tensor" if tensor > 1 else None), tensor=tensor)
+    stages = "pipe" if config.pipeline.head == "shared" and config.mesh.pipe > 1 else None
+    return gpt(config.model, dtype, seed=config.seed, comm=Communication("tensor" if tensor > 1 else None), tensor=tensor, stages=stages)
+
+
+def whole_head(config: RunConfig) -> RunConfig:
+    """`config` for evaluation, in which no stage is to do a part of another's work."""
+    return replace(config, pipeline=replace(config.pipeline, head="everywhere"))
 
 
 def _pure(module: nnx.Module) -> Params:

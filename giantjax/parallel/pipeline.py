@@ -74,18 +74,19 @@ def run_schedule(
         batches: leaves [M, ...], one microbatch after the other.
         step: steps taken, or None in evaluation.
         denominator: loss, metrics and gradients are divided by this.
-        skips_head: whether stages other than the last skip the loss, under a conditional, rather than compute it to no effect.
+        skips_head: whether stages other than the last skip the loss, and those with fewer layers what others have more, under
+            conditionals, rather than compute it to no effect.
         num_parts: each chunk's layers are cut into so many parts. With several the last tick stands outside of the loop, so that
             the sum of a part's gradients over devices can begin while the other parts' are still computed.
         zero: what ZeRO 2 and 3 share over `data`; gradients are then sums of shares, and under 3 `params` are shares.
 
     Returns:
-        Sums over this device's microbatches, to be summed over the axes they vary over; gradients of blocks in parts, from which
-        `join_parts` makes one.
+        Sums over this device's microbatches, to be summed over the axes they vary over; gradients of blocks in parts and by kind,
+        from which `join_parts` makes one.
     """
     num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
     model = on_shares(model, zero, recompute) if zero else model
-    stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator, zero)
+    stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator, zero, skips_head)
     sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
     return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 
@@ -111,7 +112,7 @@ def _accumulate(stage: Stage) -> Sums:
         found = jax.tree.map(jnp.add, sums._replace(grads=None), Sums(loss, metrics, None))
         return found._replace(grads=stage.add_gradients(sums.grads, grads, chunk.number)), None
 
-    last = stage.num_microbatches - int(len(stage.parts) > 1)
+    last = stage.num_microbatches - int(stage.num_parts > 1)
     sums = lax.scan(add, _zero_sums(stage, trains=True), jnp.arange(last))[0]
     return sums if last == stage.num_microbatches else add(sums, jnp.int32(last))[0]
 
@@ -137,7 +138,7 @@ class _Executor:
         for run in self.ticks.runs:
             columns = {name: self._column(table[run.first : run.stop]) for name, table in self.ticks.columns.items()}
             body = functools.partial(_tick, self, run)
-            if run.stop < self.ticks.schedule.num_ticks or len(self.stage.parts) == 1:
+            if run.stop < self.ticks.schedule.num_ticks or self.stage.num_parts == 1:
                 carry, _ = lax.scan(body, carry, columns)
             else:
                 carry, _ = lax.scan(body, carry, {name: column[:-1] for name, column in columns.items()})

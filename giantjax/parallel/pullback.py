@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.product import Stash, Weight, is_stash_or_none, weight_gradient
+from giantjax.parallel.spans import Span
 from giantjax.parallel.stage import MICROBATCH_AXES, Chunk, Stage
 from giantjax.parallel.stages import BLOCKS, Batch, Params, shared_of, with_copies
 from giantjax.parallel.varying import varying_axes, zeros
@@ -74,9 +76,10 @@ class Pullback:
         """Gradients of the weights that were left for later; None in the place of all others."""
         zero = self.stage.zero
         stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
-        dims = zero.dims[BLOCKS] if zero else jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS][0])
+        none = jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS])
+        dims = {BLOCK: zero.dims[BLOCKS]} if zero else {}
 
-        def gradients(group: PyTree, layers: Array) -> PyTree:
+        def gradients(group: dict[str, PyTree], layers: Array, none: dict[str, PyTree]) -> dict[str, PyTree]:
             def make(one: Stash | None, dim: int) -> Array | None:
                 gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
                 for _ in range(layers.ndim):
@@ -84,9 +87,10 @@ class Pullback:
                     gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
                 return None if one is None else gradient(one)
 
-            return jax.tree.map(make, group, dims, is_leaf=is_stash_or_none)
+            own = {kind: dims.get(kind, same) for kind, same in none.items()}
+            return jax.tree.map(make, group, own, is_leaf=is_stash_or_none)
 
-        blocks = [gradients(group, layers) for group, layers in zip(stashes[BLOCKS], self.stage.example.layers, strict=True)]
+        blocks = [gradients(*span) for span in zip(stashes[BLOCKS], self.stage.example.layers, none, strict=True)]
         return stashes | {BLOCKS: blocks}
 
 
@@ -96,26 +100,28 @@ def _is_none(x: Any) -> bool:
 
 def _stashes_of(stage: Stage) -> Params:
     """In the place of each weight in the blocks that a single product uses zeros for every layer; None in all other places."""
-    chunk = stage.example
-    seen: dict[int, list[Stash]] = {}
-
-    def watched(number: int, copy: Any, x: Array) -> Any:
-        first = lambda a: a[(0,) * chunk.layers[0].ndim]  # noqa: E731
-        if copy is None:
-            return first(x)
-        kinds = lambda x, y: seen.setdefault(number, []).append(Stash(jax.typeof(x), jax.typeof(y)))  # noqa: E731
-        return Weight(first(x), jax.tree.map(first, copy), seen=kinds)
-
-    group = chunk.params[BLOCKS][0]
-    numbers = jax.tree.unflatten(jax.tree.structure(group), range(len(jax.tree.leaves(group))))
-    params = jax.tree.map(watched, numbers, chunk.copies[BLOCKS][0], group)
+    chunk, batch = stage.example, stage.microbatch(jnp.int32(0))
     shared = with_copies(shared_of(chunk.params), shared_of(chunk.copies))
-    batch = stage.microbatch(jnp.int32(0))
-    jax.eval_shape(lambda: stage.model.block(shared, params, stage.empty, jnp.int32(0), batch, stage.step))
 
-    def stash(number: int, layers: Array) -> Stash | None:
-        found = seen.get(number, [])
-        return Stash(zeros(found[0].x, *layers.shape), zeros(found[0].dy, *layers.shape)) if len(found) == 1 else None
+    def of_span(span: Span, layers: Array, params: dict[str, Params], copies: dict[str, Params]) -> dict[str, Params]:
+        seen: dict[int, list[Stash]] = {}
 
-    nothing = jax.tree.map(lambda _: None, chunk.params)
-    return nothing | {BLOCKS: [jax.tree.map(lambda number: stash(number, layers), numbers) for layers in chunk.layers]}  # noqa: B023
+        def watched(number: int, copy: Any, x: Array) -> Any:
+            first = lambda a: a[(0,) * layers.ndim]  # noqa: E731
+            if copy is None:
+                return first(x)
+            kinds = lambda x, y: seen.setdefault(number, []).append(Stash(jax.typeof(x), jax.typeof(y)))  # noqa: E731
+            return Weight(first(x), jax.tree.map(first, copy), seen=kinds)
+
+        def stash(number: int) -> Stash | None:
+            found = seen.get(number, [])
+            return Stash(zeros(found[0].x, *layers.shape), zeros(found[0].dy, *layers.shape)) if len(found) == 1 else None
+
+        numbers = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
+        own = jax.tree.map(watched, numbers, copies, params)
+        for kind in span.kinds:
+            jax.eval_shape(lambda kind=kind: stage.model.block(shared, own[kind], stage.empty, jnp.int32(0), batch, stage.step))
+        return jax.tree.map(stash, numbers)
+
+    spans = zip(stage.spans, chunk.layers, chunk.params[BLOCKS], chunk.copies[BLOCKS], strict=True)
+    return jax.tree.map(lambda _: None, chunk.params) | {BLOCKS: [of_span(*one) for one in spans]}

@@ -1,6 +1,5 @@
 """One pipeline stage as functions of one microbatch: its blocks, and the loss at the end of the model."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,9 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from giantjax.parallel.mesh import BATCH_AXES
+from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.schedule import IDLE
+from giantjax.parallel.spans import cut, join, spans_of
 from giantjax.parallel.stages import (
     BLOCKS,
     Batch,
@@ -18,10 +19,7 @@ from giantjax.parallel.stages import (
     Model,
     Params,
     apply_blocks,
-    cut_layers,
-    group_layers,
     shared_of,
-    ungroup_layers,
     with_copies,
 )
 from giantjax.parallel.varying import varying
@@ -33,13 +31,13 @@ MICROBATCH_AXES = frozenset((PIPE, *BATCH_AXES))
 
 
 class Chunk(NamedTuple):
-    """What a stage holds of one chunk of the model: entries in groups of layers, as the recompute policy cuts them."""
+    """What a stage holds of one chunk of the model, cut into spans."""
 
     number: Int[Array, ""]
     layers: list[Array]
     """Index of each layer in the model; -1 is padding."""
     params: Params
-    """With all that layers share."""
+    """With all that layers share; `blocks` is a list of what `cut` makes of them."""
     copies: Params
     """In each parameter's place its copy in the compute type, or None."""
 
@@ -67,17 +65,18 @@ class Stage:
         step: Array | None,
         denominator: Array,
         zero: Zero | None = None,
+        skips_padding: bool = False,
     ):
         self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
-        self.parts = cut_layers(table.shape[1] // num_chunks, num_parts)
-        self.num_stages, self.padded = len(table), bool((table < 0).any())
-        self.num_microbatches = jax.tree.leaves(batches)[0].shape[0]
+        order = (BLOCK,) * int((table >= 0).sum())
+        self.num_parts, self.spans = num_parts, spans_of(order, table, num_chunks, recompute, skips_padding, num_parts)
+        self.num_stages, self.num_microbatches = len(table), jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
         params, copies = hold(model, params, zero)
         layers = jnp.asarray(table)[self.index]
-        held = (layers, params[BLOCKS], copies[BLOCKS])
+        held = (layers, {BLOCK: params[BLOCKS]}, {BLOCK: copies[BLOCKS]})
         if num_chunks > 1:
             # Which layers they are differs from tick to tick, so what is made of it is no constant of the stage.
             held = (varying(layers, MICROBATCH_AXES), *held[1:])
@@ -91,9 +90,9 @@ class Stage:
         self.empty = varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
 
     def _cut(self, number: Array, held: PyTree) -> Chunk:
-        groups = [group_layers(jax.tree.map(lambda a: a[part], held), self.recompute) for part in self.parts]  # noqa: B023
-        layers, blocks, copied_blocks = map(list, zip(*itertools.chain(*groups), strict=True))
-        return Chunk(number, layers, self._shared | {BLOCKS: blocks}, self._shared_copies | {BLOCKS: copied_blocks})
+        layers, blocks, copied = held
+        (numbers, own), (_, own_copies) = cut(self.spans, layers, blocks), cut(self.spans, layers, copied)
+        return Chunk(number, numbers, self._shared | {BLOCKS: own}, self._shared_copies | {BLOCKS: own_copies})
 
     def chunk(self, number: Int[Array, ""]) -> Chunk:
         """Chunk `number` of this stage."""
@@ -133,8 +132,8 @@ class Stage:
         # What an embedding computes is cheap and large: all that is kept of it is the microbatch.
         entering = varying(jax.checkpoint(lambda shared, batch: self.model.embed(shared, batch, self.step))(shared, batch))
         x = entering if self.num_stages * self.num_chunks == 1 else _where(self.is_first(chunk.number), entering, boundary)
-        groups = list(zip(chunk.layers, params[BLOCKS], strict=True))
-        return self.split(varying(apply_blocks(self.model, shared, groups, x, batch, self.step, self.recompute, self.padded)))
+        sent = apply_blocks(self.model, shared, self.spans, chunk.layers, params[BLOCKS], x, batch, self.step, self.recompute)
+        return self.split(varying(sent))
 
     def loss(self, shared: Params, moving: list[Array], still: list[Array], batch: Batch) -> tuple[Array, dict[str, Array]]:
         """(loss, metrics) of the boundary at the end of the model, over the denominator."""
@@ -160,7 +159,7 @@ class Stage:
 
     def zero_gradients(self) -> Params:
         """Sums of the gradients of nothing: of blocks part by part, each of all chunks, [C, ...], where there are several."""
-        blocks = self._in_parts(self.example.params[BLOCKS])
+        blocks = join(self.spans, self.example.params[BLOCKS])
         if self._only is None:
             blocks = jax.tree.map(lambda p: jnp.broadcast_to(p, (self.num_chunks, *p.shape)), blocks)
         return jax.tree.map(lambda p: varying(jnp.zeros(p.shape, jnp.float32)), self._shared | {BLOCKS: blocks})
@@ -175,39 +174,14 @@ class Stage:
             return total if grad is None else total.at[chunk].add(grad.astype(total.dtype))
 
         is_none = lambda x: x is None  # noqa: E731
-        own = jax.tree.map(add if self._only else add_at, self._in_parts(grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
+        own = jax.tree.map(add if self._only else add_at, join(self.spans, grads[BLOCKS]), sums[BLOCKS], is_leaf=is_none)
         return jax.tree.map(add, shared_of(grads), shared_of(sums), is_leaf=is_none) | {BLOCKS: own}
 
     def gradients(self, sums: Params) -> Params:
-        """Sums of gradients whose blocks are in parts, each stacked by layer, [C x L, ...]; `join_parts` makes one of them."""
+        """Sums of gradients whose blocks are in parts and by kind, each stacked by layer, [C x L, ...]; `join_parts` makes one of them."""
         if self._only is None:
             return sums | {BLOCKS: jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums[BLOCKS])}
         return sums
-
-    def _in_parts(self, groups: list[PyTree]) -> list[PyTree]:
-        """What is in groups of layers stacked by layer, [L, ...], part by part."""
-        num_dims, found, first = [layers.ndim for layers in self.example.layers], [], 0
-        for part in self.parts:
-            stop, left = first, part.stop - part.start
-            while left:
-                left -= self.example.layers[stop].size
-                stop += 1
-            found.append(ungroup_layers(groups[first:stop], num_dims[first:stop]))
-            first = stop
-        return found
-
-
-def join_parts(parts: list[PyTree], num_chunks: int) -> PyTree:
-    """Leaves stacked by layer, chunk after chunk, from those of each part of all chunks."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(*leaves: Array) -> Array:
-        chunked = [a.reshape(num_chunks, -1, *a.shape[1:]) for a in leaves]
-        whole = jnp.concatenate(chunked, axis=1)
-        return whole.reshape(-1, *whole.shape[2:])
-
-    return jax.tree.map(join, *parts)
 
 
 def _is_floating(x: Array) -> bool:

@@ -1,7 +1,7 @@
 """What the parallel machinery knows of a model, and how layers are dealt to pipeline stages."""
 
-import itertools
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,7 +12,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from giantjax.errors import InputError
+from giantjax.parallel.partition import BLOCK, Weights, counts_of, layer_table
 from giantjax.parallel.product import Weight, is_stash_or_none
+from giantjax.parallel.spans import Span
 
 Params = dict[str, Any]
 """`blocks`, whose leaves are stacked by layer, [num_layers, ...], and any further entries, shared by all stages."""
@@ -52,6 +55,8 @@ class Model:
     """Of the copies."""
     spreads_head: bool = False
     """Whether all stages compute `loss` together, each a share of it, such as a part of the vocabulary, over the mesh axis `pipe`."""
+    ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Names of the entries that `embed` uses and of those that `loss` uses, for a partition by parameters."""
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By recompute policy the names (`jax.ad_checkpoint.checkpoint_name`) in a block whose values the backward pass finds
     kept; a policy without an entry keeps all that autodiff asks for."""
@@ -80,20 +85,22 @@ def with_copies(params: Params, copies: Params, stashes: Params | None = None) -
     )
 
 
-def layer_table(num_layers: int, num_stages: int, num_chunks: int = 1) -> Int[np.ndarray, "S L"]:
+def deal(model: Model, partition: str, num_stages: int, num_chunks: int = 1) -> Int[np.ndarray, "S L"]:
     """Which layers each stage holds, chunk after chunk, all chunks of one length; -1 pads those that hold fewer.
 
-    The model runs through the first chunk of every stage, then the second of every stage, and so on. The first of these take
-    one more layer where the layers do not divide.
+    Raises:
+        InputError: `partition` does not suit the model, as `counts_of` says, or is yet to be measured.
     """
-    size, more = divmod(num_layers, num_stages * num_chunks)
-    table = np.full((num_chunks, num_stages, size + (more > 0)), -1, np.int32)
-    first = 0
-    for number, (chunk, stage) in enumerate(np.ndindex(num_chunks, num_stages)):
-        count = size + (number < more)
-        table[chunk, stage, :count] = np.arange(first, first + count)
-        first += count
-    return table.transpose(1, 0, 2).reshape(num_stages, -1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(tree)) for name, tree in shapes.items()}
+    num_layers = jax.tree.leaves(shapes[BLOCKS])[0].shape[0]
+    first, last = (sum(sizes[name] for name in names) for names in model.ends)
+    if partition == "profile":
+        like = ",".join(map(str, counts_of("uniform", (BLOCK,) * num_layers, num_stages * num_chunks)))
+        raise InputError(f"pipeline.partition is profile, which a run measures at its start; name what it has found, such as manual:{like}")
+    weights = Weights((sizes[BLOCKS] // num_layers,) * num_layers, first, last)
+    counts = counts_of(partition, (BLOCK,) * num_layers, num_stages * num_chunks, weights)
+    return layer_table(counts if num_stages > 1 else (num_layers,), num_stages)
 
 
 def is_in_order(table: Int[np.ndarray, "S L"]) -> bool:
@@ -118,83 +125,59 @@ def to_disk_layout(stacked: PyTree, table: Int[np.ndarray, "S L"]) -> PyTree:
     return jax.tree.map(lambda a: a[places], stacked)
 
 
-def group_layers(stacked: PyTree, recompute: str) -> list[PyTree]:
-    """Leaves stacked by layer, [L, ...], cut as the policy `recompute` makes them again.
-
-    `full:K` gives groups of K layers, [L // K, K, ...], and what is left over, [1, L % K, ...]; other policies [L, ...].
-    """
-    num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    every = min(recompute_interval(recompute), num_layers)
-    if every == 1:
-        return [stacked]
-    whole = num_layers // every * every
-    cuts = [(0, whole, every)] + ([(whole, num_layers, num_layers - whole)] if whole < num_layers else [])
-    return [jax.tree.map(lambda a: a[first:stop].reshape(-1, size, *a.shape[1:]), stacked) for first, stop, size in cuts]  # noqa: B023
-
-
-def ungroup_layers(groups: list[PyTree], num_dims: list[int]) -> PyTree:
-    """Leaves stacked by layer, [L, ...], from groups of which each has so many dims for its layers."""
-    if num_dims == [1]:
-        return groups[0]
-
-    def join(*parts: Array) -> Array:
-        return jnp.concatenate([a.reshape(-1, *a.shape[number:]) for a, number in zip(parts, num_dims, strict=True)])
-
-    return jax.tree.map(join, *groups)
-
-
-def cut_layers(num_layers: int, num_parts: int) -> list[slice]:
-    """Layers in order, cut into parts of which none has more than one layer more than another."""
-    ends = np.linspace(0, num_layers, num_parts + 1).round().astype(int)
-    return [slice(int(first), int(stop)) for first, stop in itertools.pairwise(ends)]
-
-
-def recompute_interval(recompute: str) -> int:
-    """K of `full:K`, else 1."""
-    return int(recompute.partition(":")[2] or 1)
-
-
 def apply_blocks(
     model: Model,
     shared: Params,
-    groups: list[PyTree],
+    spans: Sequence[Span],
+    layers: Sequence[Array],
+    blocks: Sequence[dict[str, PyTree]],
     boundary: Boundary,
     batch: Batch,
     step: Array | None,
     recompute: str,
-    padded: bool = False,
 ) -> Boundary:
-    """The blocks of `groups` in order, keeping for the backward pass what the policy `recompute` names.
+    """Blocks in order, keeping for the backward pass what the policy `recompute` names.
 
     `none` keeps the results of matrix products and redoes only elementwise work; `selective` makes the attention core
     again too (Korthikanti et al., 2022); `full` keeps only the input of each block; `full:K` of every K-th.
 
-    What a gradient is taken of must be cut into groups beforehand: a pullback that cuts keeps the pieces beside the whole.
+    What a gradient is taken of must be cut into spans beforehand: a pullback that cuts keeps the pieces beside the whole.
 
     Args:
         model: whose blocks they are.
         shared: the parameters that all layers share.
-        groups: from `group_layers` of (index of each layer [L], parameters stacked [L, ...]); index -1 is padding, which
-            leaves the boundary as it is.
+        spans: from `spans_of` under the same policy.
+        layers: from `cut`, the index of each layer; -1 is padding, which leaves the boundary as it is.
+        blocks: from `cut`, parameters by kind.
         boundary: what enters the first of them.
         batch: the microbatch.
         step: steps taken, or None in evaluation.
         recompute: the policy.
-        padded: whether an index may be -1.
     """
-
-    def one(x: Boundary, layer_and_params: tuple[Array, Params]) -> tuple[Boundary, None]:
-        layer, block = layer_and_params
-        y = model.block(shared, block, x, jnp.maximum(layer, 0), batch, step)
-        return (jax.tree.map(lambda new, old: jnp.where(layer >= 0, new, old), y, x) if padded else y), None
-
-    if not recompute.startswith("full") and recompute in model.kept:
-        one = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(*model.kept[recompute]))
-
-    def group(x: Boundary, layers_and_params: PyTree) -> tuple[Boundary, None]:
-        return lax.scan(one, x, layers_and_params)
-
-    for stacked in groups:
-        body = one if stacked[0].ndim == 1 else group
-        boundary, _ = lax.scan(jax.checkpoint(body) if recompute.startswith("full") else body, boundary, stacked)
+    for span, *stacked in zip(spans, layers, blocks, strict=True):
+        one = _block_of(model, span, shared, batch, step)
+        if not recompute.startswith("full") and recompute in model.kept:
+            one = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(*model.kept[recompute]))
+        elif not recompute.startswith("full") and span.chooses:
+            # A conditional by itself would keep copies of its operands, weights among them.
+            one = jax.checkpoint(one, policy=jax.checkpoint_policies.dots_saveable)
+        body = one if span.every == 1 else lambda x, stacked, one=one: lax.scan(one, x, stacked)
+        boundary, _ = lax.scan(jax.checkpoint(body) if recompute.startswith("full") else body, boundary, tuple(stacked))
     return boundary
+
+
+def _block_of(model: Model, span: Span, shared: Params, batch: Batch, step: Array | None) -> Callable[..., tuple[Boundary, None]]:
+    """The body of the loop over a span: boundary, (layer, parameters by kind) -> boundary."""
+
+    def run(kind: str, x: Boundary, layer: Array, params: dict[str, Params]) -> Boundary:
+        return model.block(shared, params[kind], x, jnp.maximum(layer, 0), batch, step)
+
+    def one(x: Boundary, layer_and_params: tuple[Array, dict[str, Params]]) -> tuple[Boundary, None]:
+        layer, params = layer_and_params
+        if span.chooses:
+            branches = [functools.partial(run, kind) for kind in span.kinds] + [lambda x, *_: x] * span.padded
+            return lax.switch(jnp.where(layer < 0, len(span.kinds), 0), branches, x, layer, params), None
+        y = run(span.kinds[0], x, layer, params)
+        return (jax.tree.map(lambda new, old: jnp.where(layer >= 0, new, old), y, x) if span.padded else y), None
+
+    return one

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from giantjax.parallel.product import Weight
-from giantjax.parallel.stages import BLOCKS, Batch, Boundary, Model, Params, compute_copies, recompute_interval, shared_of
+from giantjax.parallel.spans import recompute_interval
+from giantjax.parallel.stages import BLOCKS, Batch, Boundary, Model, Params, compute_copies, shared_of
 from giantjax.parallel.varying import varying
 
 DATA = "data"

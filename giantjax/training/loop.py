@@ -18,10 +18,11 @@ from giantjax.data.corpora import Source, corpora_of, fingerprint
 from giantjax.data.loader import Batch, rules_of, training_batches, validation_batches
 from giantjax.errors import TrainingFault
 from giantjax.fields import from_dict
-from giantjax.model.gpt import GPT, model_on_mesh
+from giantjax.model.gpt import GPT, model_on_mesh, whole_head
 from giantjax.nccl import read_log
 from giantjax.parallel.mesh import axes_in_words, build_mesh
 from giantjax.parallel.nodes import Nodes
+from giantjax.parallel.partition import held, said
 from giantjax.planner.flops import num_parameters
 from giantjax.training.bookkeeper import Bookkeeper
 from giantjax.training.disk import abstract_disk_state, disk_forms, to_device, to_disk
@@ -30,6 +31,7 @@ from giantjax.training.metrics import peak_flops
 from giantjax.training.optimizer import Optimizer, build_optimizer
 from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
+from giantjax.training.profile import Profile, profile_of
 from giantjax.training.programs import Programs
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, held_alone, keep_tokenizer, write_record
@@ -72,7 +74,7 @@ def train(
         ProgressLine(total, config.logging.every, quiet=not is_first()) as progress,
         contextlib.ExitStack() as opened,
     ):
-        parts = assemble(config, nodes)
+        parts = assemble(config, nodes, run.partition)
         config, layout, forms = parts.config, parts.layout, parts.forms
         run.path.mkdir(parents=True, exist_ok=True)
         if is_first():
@@ -91,6 +93,8 @@ def train(
             state = init_state(parts.model, parts.optimizer, layout, config.seed)
         if is_first():
             write_record(run.config, config)
+            if parts.profile:
+                write_record(run.partition, parts.profile)
             if recorded := next((corpus for corpus in corpora_of(train_data) if corpus.record), None):
                 keep_tokenizer(run, recorded)
         start_samples, start_tokens = consumed(position) if first else (0, 0)
@@ -104,12 +108,13 @@ def train(
         batches = batches_on_mesh(parts, train_data, start_samples, first)
         batch = next(batches)
         train_step = build_train_step(
-            parts.model,
+            model_on_mesh(config, DTYPES[config.training.precision]),
             parts.optimizer,
             layout,
             num_microbatches=config.num_microbatches,
             schedule=config.pipeline.schedule,
             recompute=config.training.recompute,
+            skips_head=config.pipeline.head == "last",
         )
         programs = Programs(train_step, config.model.sequence_length, progress.say)
         programs.compile(state, batch)
@@ -158,13 +163,16 @@ class Parts(NamedTuple):
     """What a run is made of, before it has a state."""
 
     config: RunConfig
-    """With the precision resolved."""
+    """With the precision resolved, and the partition if it was measured."""
     reason: str
     """Why that precision."""
     model: GPT
+    """With the head whole, as evaluation runs it."""
     optimizer: Optimizer
     layout: Layout
     forms: TrainState
+    profile: Profile | None
+    """What a partition by measured times was made of."""
 
     @property
     def placement(self) -> NamedSharding:
@@ -172,16 +180,29 @@ class Parts(NamedTuple):
         return NamedSharding(self.layout.mesh, BATCH_SPEC)
 
 
-def assemble(config: RunConfig, nodes: Nodes | None = None) -> Parts:
-    """The parts of the run that `config` describes, on the devices there are."""
+def assemble(config: RunConfig, nodes: Nodes | None = None, partition: Path | None = None) -> Parts:
+    """The parts of the run that `config` describes, on the devices there are; its measured partition may be on record at a path."""
     mesh = build_mesh(config.mesh, nodes)
     precision, reason = resolve_precision(config.training.precision, jax.local_devices()[0])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
-    model = model_on_mesh(config, DTYPES[precision])
+    model = model_on_mesh(whole_head(config), DTYPES[precision])
     optimizer = build_optimizer(config, model.decays)
+    profile = None
+    if config.pipeline.partition == "profile":
+        profile = profile_of(config, model, mesh, partition)
+        config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, partition=profile.partition))
     scales = config.loss_scale if precision == "fp16" else None
-    layout = layout_of(model, optimizer, mesh, config.training.zero_stage, config.training.compression, scales)
-    return Parts(config, reason, model, optimizer, layout, disk_forms(model, optimizer, layout))
+    layout = layout_of(
+        model,
+        optimizer,
+        mesh,
+        config.training.zero_stage,
+        config.training.compression,
+        scales,
+        num_chunks=config.pipeline.num_chunks,
+        partition=config.pipeline.partition,
+    )
+    return Parts(config, reason, model, optimizer, layout, disk_forms(model, optimizer, layout), profile)
 
 
 def restored_state(store: CheckpointStore, parts: Parts, position: Position) -> TrainState:
@@ -246,7 +267,7 @@ def faults_of(run: RunDirectory) -> Iterator[None]:
 
 
 def start_summary(config: RunConfig, parts: Parts, book: Bookkeeper, nodes: Nodes | None) -> list[str]:
-    """What the run is, in two lines, and in a third where its mesh has axes."""
+    """What the run is, in two lines, and in more where its mesh has axes and its stages a partition."""
     device, batch, mesh = jax.devices()[0], config.training.global_batch_size, config.mesh
     ways = f"data {mesh.data}" + (f" x replica {mesh.replica}" if mesh.replica > 1 else "")
     lines = [
@@ -259,6 +280,9 @@ def start_summary(config: RunConfig, parts: Parts, book: Bookkeeper, nodes: Node
         degrees = " x ".join(f"{axis} {size}" for axis, size in parts.layout.mesh.shape.items() if size > 1)
         kinds = sorted({str(topology).partition(": ")[2] for topology in nodes.topologies.values()}) if nodes else []
         lines.append(f"mesh {degrees}: {axes_in_words(parts.layout.mesh, nodes)}" + "".join(f"; a node has {kind}" for kind in kinds))
+    if config.pipeline.partition != "uniform":
+        counts = held(parts.layout.layers, parts.layout.num_chunks)
+        lines.append(said(config.pipeline.partition, counts) + (f"; measured: {parts.profile}" if parts.profile else ""))
     return lines
 
 

@@ -28,8 +28,8 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def from_first(name: str, value: int | None) -> int | None:
-    """The value that process 0 has, on every process."""
+def from_first(name: str, value: Any) -> Any:
+    """The value that process 0 has, on every process; what JSON can hold."""
     if jax.process_count() == 1:
         return value
     if is_first():

@@ -49,6 +49,11 @@ class RunDirectory:
         return self.path / "tokenizer" / "tokenizer"
 
     @property
+    def partition(self) -> Path:
+        """The partition that was measured, and the times."""
+        return self.path / "partition.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a step."""
         return self.path / "metrics.jsonl"
@@ -144,7 +149,7 @@ def _remove_empty(path: Path) -> None:
 
 def _check_parts(run: RunDirectory) -> None:
     folders = (run.checkpoints, run.tensorboard, run.tokenizer_file.parent)
-    for path in (*folders, run.config, run.tokenizer, run.metrics):
+    for path in (*folders, run.config, run.tokenizer, run.partition, run.metrics):
         if path.exists() and path.is_dir() != (path in folders):
             what = "no folder" if path in folders else "a folder"
             raise InputError(f"{path} is {what}, so that {run.path} cannot hold a run; remove it, or name another --run-dir")

@@ -1,6 +1,6 @@
 """What a train step turns into its successor, and how it lies on the mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ from giantjax.config import LossScaleConfig
 from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
+from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.sharding import partition_specs, shardings
-from giantjax.parallel.stages import BLOCKS, Model, Params, cut_layers, layer_table, to_device_layout
+from giantjax.parallel.spans import part_sizes
+from giantjax.parallel.stages import BLOCKS, Model, Params, deal, to_device_layout
 from giantjax.parallel.zero import Zero
 from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
@@ -89,16 +91,19 @@ def layout_of(
     compression: Compression = "none",
     loss_scale: LossScaleConfig | None = None,
     num_chunks: int = 1,
+    partition: str = "uniform",
 ) -> Layout:
     """Parameters lie as the sharding table says; moments as their parameter, and under ZeRO shared over `data` too.
 
     Under ZeRO 3 parameters are shared over `data` like moments.
 
     `compression` is of the gradients that cross between nodes, on the mesh axis `replica`. `loss_scale` is for models that compute
-    in fp16.
+    in fp16. `partition` deals the blocks to stages and their chunks, as `giantjax.parallel.partition` says; what `profile` measured
+    comes as `manual`.
     """
-    num_layers = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))[BLOCKS])[0].shape[0]
-    table = layer_table(num_layers, mesh.shape["pipe"], num_chunks)
+    table = deal(model, partition, mesh.shape["pipe"], num_chunks)
+    # A single stage has its chunks one after the other, which is one.
+    num_chunks = num_chunks if len(table) > 1 else 1
     shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
     params = partition_specs(model.dims)
     zero_stage = zero_stage if mesh.shape["data"] > 1 else 0
@@ -114,11 +119,14 @@ def layout_of(
         optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
     num_parts = min(PARTS, table.shape[1] // num_chunks) if mesh.shape["replica"] > 1 else 1
-    parts = cut_layers(table.shape[1] // num_chunks, num_parts)
-    sizes = [(part.stop - part.start) * num_chunks * len(table) for part in parts]
-    in_parts = [jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), shapes.params[BLOCKS]) for size in sizes]  # noqa: B023
-    part_specs, part_dims = (tree | {BLOCKS: [tree[BLOCKS]] * num_parts} for tree in (params, zero_dims))
-    reduction = plan_reduction(shapes.params | {BLOCKS: in_parts}, part_specs, part_dims, dict(mesh.shape), compression, zero_stage >= 2)
+    sizes = part_sizes((BLOCK,) * int((table >= 0).sum()), table, num_chunks, num_parts)
+    room = num_chunks * len(table)
+
+    def in_parts(tree: Params, change: Callable[[PyTree, int], PyTree] = lambda tree, _: tree) -> Params:
+        return tree | {BLOCKS: [{kind: change(tree[BLOCKS], size * room) for kind, size in part.items()} for part in sizes]}
+
+    stacked = in_parts(shapes.params, lambda tree, size: jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), tree))
+    reduction = plan_reduction(stacked, in_parts(params), in_parts(zero_dims), dict(mesh.shape), compression, zero_stage >= 2)
     errors = reduction.errors()
     scaling = jax.eval_shape(lambda: initial_scale(loss_scale)) if loss_scale else ()
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)

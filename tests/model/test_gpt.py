@@ -20,6 +20,7 @@ from giantjax.parallel.stages import Model, Params, apply_blocks
 from tests.helpers import (
     FORWARD,
     GRADIENT,
+    cut_whole,
     last_stream,
     logits_of,
     loss_and_grads,
@@ -49,11 +50,11 @@ def params() -> Params:
 def test_loss_at_a_position_has_no_gradient_into_later_positions(params, rate):
     config = replace(CONFIG, attention_dropout=rate, hidden_dropout=rate)
     model, batch, positions = gpt(config), random_batch(config, 3), jnp.arange(config.sequence_length)
-    step, layers = jnp.int32(5) if rate else None, jnp.arange(config.num_layers)
+    step = jnp.int32(5) if rate else None
 
     def loss_at(x, position):
         only = jnp.broadcast_to(positions == position, batch["loss_mask"].shape).astype(jnp.float32)
-        x = apply_blocks(model, params, [(layers, params["blocks"])], x, batch, step, "none")
+        x = apply_blocks(model, params, *cut_whole(params), x, batch, step, "none")
         return model.loss(params, x, batch | {"loss_mask": only}, step)[0]
 
     x = model.embed(params, batch, None)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from giantjax.model.gpt import gpt
-from giantjax.parallel.stages import apply_blocks, group_layers
-from tests.helpers import FORWARD, GRADIENT, loss_and_grads, loss_of, random_batch, random_params, relative_error, small_model
+from giantjax.parallel.stages import apply_blocks
+from tests.helpers import FORWARD, GRADIENT, cut_whole, loss_and_grads, loss_of, random_batch, random_params, relative_error, small_model
 
 POLICIES = ["none", "selective", "full", "full:2", "full:3"]
 # Sizes that differ from each other, so that a shape says what an array is.
@@ -72,19 +72,19 @@ def matrix_products(jaxpr: jax.extend.core.Jaxpr, times: int = 1) -> Iterator[tu
 
 
 @pytest.mark.parametrize(
-    ("policy", "dtype", "redone_dense", "redone_core"),
+    ("policy", "dtype", "redone_dense", "redone_core_a_layer"),
     # A layer has four dense products and two in the core, scores and context. The context is kept by name. A layer made
     # again by itself stops before its last product, which nothing in its backward pass needs.
     [
         ("none", "float32", 0, 0),
         ("none", "bfloat16", 0, 0),
         ("selective", "bfloat16", 0, 1),
-        ("full", "bfloat16", 3, 2),
-        ("full:2", "bfloat16", 4, 2),
-        ("full:3", "bfloat16", 4, 2),
+        ("full", "bfloat16", 3 * LAYERS, 2),
+        ("full:2", "bfloat16", 4 * (LAYERS - 1) + 3, 2),  # the last is by itself
+        ("full:3", "bfloat16", 4 * LAYERS, 2),
     ],
 )
-def test_products_redone_in_the_backward_pass(policy, dtype, redone_dense, redone_core, params, key):
+def test_products_redone_in_the_backward_pass(policy, dtype, redone_dense, redone_core_a_layer, params, key):
     model = gpt(CONFIG, jnp.dtype(dtype))
     traced = jax.make_jaxpr(jax.grad(lambda params: loss_of(model, params, BATCH, key, policy)))(params)
     found: Counter[str] = Counter()
@@ -92,7 +92,7 @@ def test_products_redone_in_the_backward_pass(policy, dtype, redone_dense, redon
         found[kind] += number
     head = 3
     # Forward once, backward twice.
-    assert found == {"dense": head + LAYERS * (3 * 4 + redone_dense), "core": LAYERS * (3 * 2 + redone_core)}
+    assert found == {"dense": head + LAYERS * 3 * 4 + redone_dense, "core": LAYERS * (3 * 2 + redone_core_a_layer)}
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,8 @@ def test_what_is_kept_for_the_backward_pass(policy, elements_a_token, params, ke
 
     def residuals(params):
         x = MODEL.embed(params, BATCH, key)
-        layers, blocks = zip(*group_layers((jnp.arange(LAYERS), params["blocks"]), policy), strict=True)
-        apply = lambda blocks, x: apply_blocks(MODEL, {}, list(zip(layers, blocks, strict=True)), x, BATCH, key, policy)  # noqa: E731
-        _, pullback = jax.vjp(apply, list(blocks), x)
+        spans, layers, blocks = cut_whole(params, policy)
+        _, pullback = jax.vjp(lambda blocks, x: apply_blocks(MODEL, {}, spans, layers, blocks, x, BATCH, key, policy), blocks, x)
         return jax.tree.leaves(pullback)
 
     kept = [leaf for leaf in jax.eval_shape(residuals, params) if SAMPLES in leaf.shape and LENGTH in leaf.shape]
