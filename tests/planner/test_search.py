@@ -123,7 +123,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_stage_and_buffers():
     report = SimpleNamespace(memory=memory, carried=(Carried(Shape("bf16", (8, 10, 6144, 5120)), 2),))
     assert refusal(config, cluster, best, report) == (
         f"gpt13b does not fit a100x4-rdma800: stage 0 of {len(best.memory)}, like every other, needs 42.0 GiB of 36.0 GiB on each "
-        "A100-40GB, 12.0 GiB of it state and batch; the largest buffers between ticks are 2 x bf16[8,10,6144,5120] of 4.7 GiB, the largest parts by the estimate "
+        "A100-40GB, 12.0 GiB of it state and batch; the largest buffers between ticks are 2 x bf16[8,10,6144,5120] of 4.7 GiB, the "
+        "largest parts by the estimate "
         + ", ".join(f"{part} {in_words(size)}" for part, size in best.fullest.parts[:3])
         + "; take the next plan of the table or more nodes"
     )
