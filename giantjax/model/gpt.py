@@ -21,7 +21,7 @@ from giantjax.model.layers import PRODUCTS, Block, LayerNorm, logits_product, ma
 from giantjax.model.loss import cross_entropy
 from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
 from giantjax.parallel.product import Weight
-from giantjax.parallel.stages import Batch, Model, Params
+from giantjax.parallel.stages import Batch, BlockFunction, Model, Params
 
 
 class Embedding(nnx.Module):
@@ -89,6 +89,8 @@ def _vocabulary_rows(key: Array, config: ModelConfig, tensor: int) -> Float[Arra
 class GPT(Model):
     """The record of a GPT, with its logits, which generation needs."""
 
+    block: BlockFunction
+    """shared, parameters of one block, residual stream, index of the block, microbatch, step -> residual stream."""
     logits: Callable[[Params, Float[Array, "B s H"]], Float[Array, "B S v"]] = field(kw_only=True)
     """shared, last residual stream -> fp32 logits over this device's part of the padded vocabulary."""
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.product import Stash, Weight, is_stash_or_none, weight_gradient
 from giantjax.parallel.spans import Span
 from giantjax.parallel.stage import MICROBATCH_AXES, Chunk, Stage
-from giantjax.parallel.stages import BLOCKS, Batch, Params, shared_of, with_copies
+from giantjax.parallel.stages import BLOCKS, Batch, Params, by_kind, shared_of, with_copies
 from giantjax.parallel.varying import varying_axes, zeros
 from giantjax.parallel.zero import scattered
 
@@ -77,7 +76,7 @@ class Pullback:
         zero = self.stage.zero
         stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
         none = jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS])
-        dims = {BLOCK: zero.dims[BLOCKS]} if zero else {}
+        dims = by_kind(self.stage.model, zero.dims[BLOCKS]) if zero else {}
 
         def gradients(group: dict[str, PyTree], layers: Array, none: dict[str, PyTree]) -> dict[str, PyTree]:
             def make(one: Stash | None, dim: int) -> Array | None:
@@ -120,7 +119,8 @@ def _stashes_of(stage: Stage) -> Params:
         numbers = jax.tree.unflatten(jax.tree.structure(params), range(len(jax.tree.leaves(params))))
         own = jax.tree.map(watched, numbers, copies, params)
         for kind in span.kinds:
-            jax.eval_shape(lambda kind=kind: stage.model.block(shared, own[kind], stage.empty, jnp.int32(0), batch, stage.step))
+            block = by_kind(stage.model, stage.model.block)[kind]
+            jax.eval_shape(lambda own: block(shared, own, stage.empty, jnp.int32(0), batch, stage.step), own[kind])  # noqa: B023
         return jax.tree.map(stash, numbers)
 
     spans = zip(stage.spans, chunk.layers, chunk.params[BLOCKS], chunk.copies[BLOCKS], strict=True)

@@ -19,6 +19,7 @@ from giantjax.parallel.stages import (
     Model,
     Params,
     apply_blocks,
+    by_kind,
     shared_of,
     with_copies,
 )
@@ -69,14 +70,14 @@ class Stage:
     ):
         self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
-        order = (BLOCK,) * int((table >= 0).sum())
+        order = model.order or (BLOCK,) * int((table >= 0).sum())
         self.num_parts, self.spans = num_parts, spans_of(order, table, num_chunks, recompute, skips_padding, num_parts)
         self.num_stages, self.num_microbatches = len(table), jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
         params, copies = hold(model, params, zero)
         layers = jnp.asarray(table)[self.index]
-        held = (layers, {BLOCK: params[BLOCKS]}, {BLOCK: copies[BLOCKS]})
+        held = (layers, by_kind(model, params[BLOCKS]), by_kind(model, copies[BLOCKS]))
         if num_chunks > 1:
             # Which layers they are differs from tick to tick, so what is made of it is no constant of the stage.
             held = (varying(layers, MICROBATCH_AXES), *held[1:])

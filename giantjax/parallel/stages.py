@@ -18,11 +18,15 @@ from giantjax.parallel.product import Weight, is_stash_or_none
 from giantjax.parallel.spans import Span
 
 Params = dict[str, Any]
-"""`blocks`, whose leaves are stacked by layer, [num_layers, ...], and any further entries, shared by all stages."""
+"""`blocks`, whose leaves are stacked by layer, [num_layers, ...], and any further entries, shared by all stages.
+
+Of a model with blocks of several kinds, `blocks` has an entry of each kind, stacked over the blocks of that kind alone.
+"""
 Batch = dict[str, Array]
 Boundary: TypeAlias = Any
 """What goes from block to block: any pytree of arrays of fixed shapes; those that are not floating carry no cotangent."""
 BLOCKS = "blocks"
+BlockFunction: TypeAlias = Callable[[Params, Params, Boundary, Array, Batch, Array | None], Boundary]
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,15 @@ class Model:
     """In each parameter's place whether weight decay applies."""
     embed: Callable[[Params, Batch, Array | None], Boundary]
     """shared, microbatch, step -> the boundary that enters the first block."""
-    block: Callable[[Params, Params, Boundary, Array, Batch, Array | None], Boundary]
-    """shared, parameters of one block, boundary, index of the block, microbatch, step -> boundary."""
+    block: BlockFunction | Mapping[str, BlockFunction]
+    """shared, parameters of one block, boundary, index of the block in the model, microbatch, step -> boundary; of several kinds one
+    of each, by name."""
     loss: Callable[[Params, Boundary, Batch, Array | None], tuple[Float[Array, ""], dict[str, Array]]]
     """shared, last boundary, microbatch, step -> summed loss and further sums to report; `weight` divides them all."""
     weight: Callable[[Batch], Float[Array, ""]]
     """batch -> what sums of losses over it are divided by, such as its number of unmasked positions."""
+    order: tuple[str, ...] = ()
+    """The kind of each block, in the order in which they run, where there are several kinds."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes without padding of dims that are padded for the mesh; what lies beyond is zero and stays so."""
     casts: Params | None = None
@@ -60,6 +67,31 @@ class Model:
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By recompute policy the names (`jax.ad_checkpoint.checkpoint_name`) in a block whose values the backward pass finds
     kept; a policy without an entry keeps all that autodiff asks for."""
+
+
+def by_kind(model: Model, blocks: PyTree) -> dict[str, PyTree]:
+    """What is in the place of `blocks` in a tree like the parameters, or the functions of blocks, by kind."""
+    return dict(blocks) if model.order else {BLOCK: blocks}
+
+
+def from_kinds(model: Model, kinds: dict[str, PyTree]) -> PyTree:
+    """The inverse of `by_kind`."""
+    return kinds if model.order else kinds[BLOCK]
+
+
+def order_of(model: Model) -> tuple[str, ...]:
+    """The kind of each block, in order.
+
+    Raises:
+        ValueError: `model.order` has other kinds than there are functions or parameters of, or another number of blocks.
+    """
+    blocks = jax.eval_shape(model.init, jax.random.key(0))[BLOCKS]
+    numbers = {kind: jax.tree.leaves(tree)[0].shape[0] for kind, tree in by_kind(model, blocks).items()}
+    order = model.order or (BLOCK,) * numbers[BLOCK]
+    counts, functions = {kind: order.count(kind) for kind in dict.fromkeys(order)}, by_kind(model, model.block)
+    if counts != numbers or functions.keys() != numbers.keys():
+        raise ValueError(f"the order of a model has blocks {counts}, but its parameters have {numbers} and its functions {list(functions)}")
+    return order
 
 
 def shared_of(params: Params) -> Params:
@@ -91,16 +123,16 @@ def deal(model: Model, partition: str, num_stages: int, num_chunks: int = 1) -> 
     Raises:
         InputError: `partition` does not suit the model, as `counts_of` says, or is yet to be measured.
     """
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    sizes = {name: sum(leaf.size for leaf in jax.tree.leaves(tree)) for name, tree in shapes.items()}
-    num_layers = jax.tree.leaves(shapes[BLOCKS])[0].shape[0]
-    first, last = (sum(sizes[name] for name in names) for names in model.ends)
+    order, size = order_of(model), lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     if partition == "profile":
-        like = ",".join(map(str, counts_of("uniform", (BLOCK,) * num_layers, num_stages * num_chunks)))
+        like = ",".join(map(str, counts_of("uniform", order, num_stages * num_chunks)))
         raise InputError(f"pipeline.partition is profile, which a run measures at its start; name what it has found, such as manual:{like}")
-    weights = Weights((sizes[BLOCKS] // num_layers,) * num_layers, first, last)
-    counts = counts_of(partition, (BLOCK,) * num_layers, num_stages * num_chunks, weights)
-    return layer_table(counts if num_stages > 1 else (num_layers,), num_stages)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    each = {kind: size(tree) // order.count(kind) for kind, tree in by_kind(model, shapes[BLOCKS]).items()}
+    first, last = (sum(size(shapes[name]) for name in names) for names in model.ends)
+    weights = Weights(tuple(each[kind] for kind in order), first, last)
+    counts = counts_of(partition, order, num_stages * num_chunks, weights)
+    return layer_table(counts if num_stages > 1 else (len(order),), num_stages)
 
 
 def is_in_order(table: Int[np.ndarray, "S L"]) -> bool:
@@ -168,15 +200,19 @@ def apply_blocks(
 
 def _block_of(model: Model, span: Span, shared: Params, batch: Batch, step: Array | None) -> Callable[..., tuple[Boundary, None]]:
     """The body of the loop over a span: boundary, (layer, parameters by kind) -> boundary."""
+    functions = by_kind(model, model.block)
+    # Which of the span's kinds each layer is of.
+    numbers = np.array([span.kinds.index(kind) if kind in span.kinds else 0 for kind in model.order or span.kinds], np.int32)
 
     def run(kind: str, x: Boundary, layer: Array, params: dict[str, Params]) -> Boundary:
-        return model.block(shared, params[kind], x, jnp.maximum(layer, 0), batch, step)
+        return functions[kind](shared, params[kind], x, jnp.maximum(layer, 0), batch, step)
 
     def one(x: Boundary, layer_and_params: tuple[Array, dict[str, Params]]) -> tuple[Boundary, None]:
         layer, params = layer_and_params
         if span.chooses:
             branches = [functools.partial(run, kind) for kind in span.kinds] + [lambda x, *_: x] * span.padded
-            return lax.switch(jnp.where(layer < 0, len(span.kinds), 0), branches, x, layer, params), None
+            number = jnp.asarray(numbers)[layer] if len(span.kinds) > 1 else 0
+            return lax.switch(jnp.where(layer < 0, len(span.kinds), number), branches, x, layer, params), None
         y = run(span.kinds[0], x, layer, params)
         return (jax.tree.map(lambda new, old: jnp.where(layer >= 0, new, old), y, x) if span.padded else y), None
 

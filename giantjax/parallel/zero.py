@@ -18,7 +18,18 @@ from jaxtyping import Array, PyTree
 
 from giantjax.parallel.product import Weight
 from giantjax.parallel.spans import recompute_interval
-from giantjax.parallel.stages import BLOCKS, Batch, Boundary, Model, Params, compute_copies, shared_of
+from giantjax.parallel.stages import (
+    BLOCKS,
+    Batch,
+    BlockFunction,
+    Boundary,
+    Model,
+    Params,
+    by_kind,
+    compute_copies,
+    from_kinds,
+    shared_of,
+)
 from giantjax.parallel.varying import varying
 
 DATA = "data"
@@ -80,16 +91,21 @@ def on_shares(model: Model, zero: Zero, recompute: str) -> Model:
     def embed(shared: Params, batch: Batch, step: Array | None) -> Boundary:
         return model.embed(made_whole(shared_dims, shared, batch), batch, step)
 
-    def block(shared: Params, params: Params, x: Boundary, layer: Array, batch: Batch, step: Array | None) -> Boundary:
-        shared, params = made_whole(shared_dims, shared, batch), made_whole(zero.dims[BLOCKS], params, batch)
-        return model.block(shared, params, x, layer, batch, step)
+    def of_kind(function: BlockFunction, dims: PyTree) -> BlockFunction:
+        def block(shared: Params, params: Params, x: Boundary, layer: Array, batch: Batch, step: Array | None) -> Boundary:
+            shared, params = made_whole(shared_dims, shared, batch), made_whole(dims, params, batch)
+            return function(shared, params, x, layer, batch, step)
+
+        return jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable) if gathers_anew else block
 
     def loss(shared: Params, x: Boundary, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:
         return model.loss(made_whole(shared_dims, shared, batch), x, batch, step)
 
-    if zero.stage == 3 and (recompute_interval(recompute) > 1 or not (recompute.startswith("full") or recompute in model.kept)):
-        block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
-    return replace(model, embed=embed, block=block, loss=loss)
+    named = recompute.startswith("full") or recompute in model.kept
+    gathers_anew = zero.stage == 3 and (recompute_interval(recompute) > 1 or not named)
+    dims = by_kind(model, zero.dims[BLOCKS])
+    blocks = {kind: of_kind(function, dims[kind]) for kind, function in by_kind(model, model.block).items()}
+    return replace(model, embed=embed, block=from_kinds(model, blocks), loss=loss)
 
 
 def _sign_of(batch: Batch) -> Array:

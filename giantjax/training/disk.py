@@ -3,6 +3,7 @@
 Only the leaves that differ are converted, one at a time, when a checkpoint is written or read.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from giantjax.parallel.stages import Model, is_in_order, to_device_layout, to_disk_layout
+from giantjax.parallel.stages import BLOCKS, Model, by_kind, from_kinds, is_in_order, shared_of, to_device_layout, to_disk_layout
 from giantjax.training.optimizer import Optimizer
 from giantjax.training.state import Layout, TrainState, abstract_state
 
@@ -48,15 +49,19 @@ class Form:
 
 def disk_forms(model: Model, optimizer: Optimizer, layout: Layout) -> TrainState:
     """The form of each leaf of the state."""
-    table = None if is_in_order(layout.layers) else layout.layers
 
-    def form(dims: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Form:
+    def form(table: Any, dims: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Form:
         sizes = [(place, model.sizes[dim]) for place, dim in enumerate(dims) if dim in model.sizes]
         padded = tuple((place, size) for place, size in sizes if leaf.shape[place] != size)
-        return Form(table if dims[:1] == ("layers",) else None, padded)
+        return Form(table, padded)
 
-    same = Form(None, ())
-    params = jax.tree.map(form, model.dims, layout.shapes.params, is_leaf=lambda value: isinstance(value, tuple))
+    def forms(dims: PyTree, shapes: PyTree, table: Any = None) -> PyTree:
+        return jax.tree.map(functools.partial(form, table), dims, shapes, is_leaf=lambda value: isinstance(value, tuple))
+
+    same, shapes = Form(None, ()), layout.shapes.params
+    dims, stacked = by_kind(model, model.dims[BLOCKS]), by_kind(model, shapes[BLOCKS])
+    blocks = {kind: forms(dims[kind], stacked[kind], None if is_in_order(table) else table) for kind, table in layout.tables.items()}
+    params = forms(shared_of(model.dims), shared_of(shapes)) | {BLOCKS: from_kinds(model, blocks)}
     moments = optax.tree_map_params(
         optimizer.transform, lambda _, form: form, layout.shapes.optimizer, params, transform_non_params=lambda _: same
     )

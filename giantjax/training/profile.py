@@ -21,7 +21,7 @@ from giantjax.parallel.mesh import AXES
 from giantjax.parallel.partition import Weights, balanced
 from giantjax.parallel.sharding import partition_spec, partition_specs, shardings
 from giantjax.parallel.stage import Stage
-from giantjax.parallel.stages import BLOCKS, Batch, Model, Params, apply_blocks, shared_of, with_copies
+from giantjax.parallel.stages import BLOCKS, Batch, Model, Params, apply_blocks, order_of, shared_of, with_copies
 from giantjax.parallel.varying import varying, varying_axes, zeros
 from giantjax.training.processes import from_first, is_first
 
@@ -115,8 +115,7 @@ def measured_weights(model: Model, mesh: Mesh, batch: Batch, recompute: str = "n
         recompute: the policy.
         head: whether the last stage alone computes the loss.
     """
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    num_layers = jax.tree.leaves(shapes[BLOCKS])[0].shape[0]
+    shapes, order = jax.eval_shape(model.init, jax.random.key(0)), order_of(model)
     specs = partition_specs(model.dims)
     own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((mesh.shape["pipe"], *leaf.shape[1:]), leaf.dtype), shapes[BLOCKS])
     leaves, structure = jax.tree.flatten(shapes | {BLOCKS: own})
@@ -128,10 +127,10 @@ def measured_weights(model: Model, mesh: Mesh, batch: Batch, recompute: str = "n
 
     params = jax.jit(draw, out_shardings=shardings(mesh, specs))(jax.random.key(0))
 
-    def seconds(part: Callable[[Stage, Array], PyTree]) -> int:
+    def nanoseconds(part: Callable[[Stage, Array], PyTree], kind: str) -> int:
         def local(params: Params, batch: Batch) -> Array:
             batches = jax.tree.map(lambda a: a.reshape(MICROBATCHES, -1, *a.shape[1:]), batch)
-            table = np.zeros((mesh.shape["pipe"], 1), np.int32)
+            table = np.full((mesh.shape["pipe"], 1), order.index(kind), np.int32)
             stage = Stage(model, table, 1, 1, recompute, varying(params), batches, jnp.int32(0), jnp.float32(1))
             add = lambda sums, number: (jax.tree.map(jnp.add, sums, part(stage, number)), None)  # noqa: E731
             sums, _ = lax.scan(add, jax.tree.map(zeros, part(stage, jnp.int32(0))), jnp.arange(MICROBATCHES))
@@ -148,7 +147,8 @@ def measured_weights(model: Model, mesh: Mesh, batch: Batch, recompute: str = "n
         # Whole numbers, so that what is equal is equal.
         return round(min(times[1:]) / MICROBATCHES * 1e9)
 
-    return Weights((seconds(_block),) * num_layers, last=seconds(_head) if head else 0)
+    each = {kind: nanoseconds(_block, kind) for kind in dict.fromkeys(order)}
+    return Weights(tuple(each[kind] for kind in order), last=nanoseconds(_head, order[-1]) if head else 0)
 
 
 def _block(stage: Stage, number: Array) -> PyTree:

@@ -15,10 +15,9 @@ from giantjax.config import LossScaleConfig
 from giantjax.errors import TrainingFault
 from giantjax.parallel.collectives import Compression
 from giantjax.parallel.gradients import Reduction, plan_reduction
-from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.sharding import partition_specs, shardings
-from giantjax.parallel.spans import part_sizes
-from giantjax.parallel.stages import BLOCKS, Model, Params, deal, to_device_layout
+from giantjax.parallel.spans import kind_tables, part_sizes
+from giantjax.parallel.stages import BLOCKS, Model, Params, by_kind, deal, from_kinds, order_of, to_device_layout
 from giantjax.parallel.zero import Zero
 from giantjax.training.loss_scale import initial_scale
 from giantjax.training.optimizer import Optimizer
@@ -50,6 +49,8 @@ class Layout:
     mesh: Mesh
     layers: Int[np.ndarray, "S L"]
     """Layers of each stage, chunk after chunk."""
+    tables: dict[str, Int[np.ndarray, "S K"]]
+    """Of each kind of block which ones each stage holds, chunk after chunk; of one kind the same."""
     num_chunks: int
     """Model chunks on each stage."""
     num_parts: int
@@ -104,7 +105,9 @@ def layout_of(
     table = deal(model, partition, mesh.shape["pipe"], num_chunks)
     # A single stage has its chunks one after the other, which is one.
     num_chunks = num_chunks if len(table) > 1 else 1
-    shapes = jax.eval_shape(lambda: _new_state(model, optimizer, table, jax.random.key(0)))
+    order = order_of(model)
+    tables = kind_tables(order, table, num_chunks)
+    shapes = jax.eval_shape(lambda: _new_state(model, optimizer, tables, jax.random.key(0)))
     params = partition_specs(model.dims)
     zero_stage = zero_stage if mesh.shape["data"] > 1 else 0
     zero_dims = jax.tree.map(
@@ -119,11 +122,11 @@ def layout_of(
         optimizer.transform, lambda _, spec: spec, shapes.optimizer, moment_specs, transform_non_params=lambda _: PartitionSpec()
     )
     num_parts = min(PARTS, table.shape[1] // num_chunks) if mesh.shape["replica"] > 1 else 1
-    sizes = part_sizes((BLOCK,) * int((table >= 0).sum()), table, num_chunks, num_parts)
-    room = num_chunks * len(table)
+    sizes, room = part_sizes(order, table, num_chunks, num_parts), num_chunks * len(table)
 
     def in_parts(tree: Params, change: Callable[[PyTree, int], PyTree] = lambda tree, _: tree) -> Params:
-        return tree | {BLOCKS: [{kind: change(tree[BLOCKS], size * room) for kind, size in part.items()} for part in sizes]}
+        blocks = by_kind(model, tree[BLOCKS])
+        return tree | {BLOCKS: [{kind: change(blocks[kind], size * room) for kind, size in part.items()} for part in sizes]}
 
     stacked = in_parts(shapes.params, lambda tree, size: jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), tree))
     reduction = plan_reduction(stacked, in_parts(params), in_parts(zero_dims), dict(mesh.shape), compression, zero_stage >= 2)
@@ -132,7 +135,7 @@ def layout_of(
     same = jax.tree.map(lambda _: PartitionSpec(), scaling)
     specs = TrainState(PartitionSpec(), params, moments, reduction.errors_specs(), same)
     shapes = shapes._replace(feedback=errors, scaling=scaling)
-    return Layout(mesh, table, num_chunks, num_parts, params, zero_stage, zero_dims, reduction, specs, shapes, loss_scale)
+    return Layout(mesh, table, tables, num_chunks, num_parts, params, zero_stage, zero_dims, reduction, specs, shapes, loss_scale)
 
 
 def _is_spec(value: object) -> bool:
@@ -159,9 +162,10 @@ def _shared_over_data(spec: PartitionSpec, dim: int) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def _new_state(model: Model, optimizer: Optimizer, table: Int[np.ndarray, "S L"], key: Array) -> TrainState:
+def _new_state(model: Model, optimizer: Optimizer, tables: dict[str, Int[np.ndarray, "S K"]], key: Array) -> TrainState:
     params = model.init(key)
-    params = params | {BLOCKS: to_device_layout(params[BLOCKS], table)}
+    blocks = {kind: to_device_layout(stacked, tables[kind]) for kind, stacked in by_kind(model, params[BLOCKS]).items()}
+    params = params | {BLOCKS: from_kinds(model, blocks)}
     return TrainState(jnp.int32(0), params, optimizer.transform.init(params))
 
 
@@ -169,7 +173,7 @@ def init_state(model: Model, optimizer: Optimizer, layout: Layout, seed: int) ->
     """The state before the first step, made on the devices that hold it: the same numbers on any mesh."""
 
     def make(key: Array) -> TrainState:
-        return _new_state(model, optimizer, layout.layers, key)._replace(feedback=_zeros(layout), scaling=_first_scale(layout))
+        return _new_state(model, optimizer, layout.tables, key)._replace(feedback=_zeros(layout), scaling=_first_scale(layout))
 
     return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
 

@@ -12,12 +12,11 @@ from jaxtyping import Array, Float32, PyTree
 
 from giantjax.parallel.gradients import reduce_gradients
 from giantjax.parallel.mesh import AXES, BATCH_AXES
-from giantjax.parallel.partition import BLOCK
 from giantjax.parallel.pipeline import Sums, run_schedule
 from giantjax.parallel.schedule import Schedule, forward_only, schedule_of_name
 from giantjax.parallel.sharding import partition_spec, shardings
 from giantjax.parallel.spans import join_parts
-from giantjax.parallel.stages import BLOCKS, Batch, Model, Params
+from giantjax.parallel.stages import BLOCKS, Batch, Model, Params, from_kinds
 from giantjax.parallel.varying import varying, varying_axes
 from giantjax.training.loss_scale import next_scale
 from giantjax.training.optimizer import Optimizer, clipped
@@ -99,7 +98,7 @@ def build_train_step(
             sums = jax.tree.map(lambda x: x / factor, sums)
         loss, metrics = _sum_scalars(sums)
         grads, feedback = reduce_gradients(layout.reduction, sums.grads, state.feedback)
-        grads = grads | {BLOCKS: join_parts(grads[BLOCKS], layout.num_chunks)[BLOCK]}
+        grads = grads | {BLOCKS: from_kinds(model, join_parts(grads[BLOCKS], layout.num_chunks))}
         norm = _global_norm(grads)
         grads = clipped(grads, norm, optimizer.clip_norm)
         # Under ZeRO 3 parameters are shares before and after.

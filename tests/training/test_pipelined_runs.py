@@ -1,22 +1,14 @@
 """Whole runs under the choices of `pipeline`: the same numbers, and a measured partition that a run keeps."""
 
-import dataclasses
 import json
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
-from giantjax.config import MeshConfig, RunConfig
-from giantjax.model.gpt import model_on_mesh
-from giantjax.parallel.mesh import build_mesh
+from giantjax.config import RunConfig
 from giantjax.parallel.partition import Weights
 from giantjax.training import profile
-from giantjax.training.profile import MICROBATCHES, measured_weights
 from giantjax.training.run_directory import directory_of, read_record
-from giantjax.training.step import BATCH_SPEC
-from tests.helpers import FORWARD, random_batch, relative_error
+from tests.helpers import FORWARD, relative_error
 from tests.training.runs import changed, copy_of, records_of, small_run, train_here
 
 # One worker, for all are compared with one run.
@@ -78,13 +70,3 @@ def test_a_measured_partition_is_kept(plain, tmp_path, weights, capsys):
     smaller = changed(copy_of(config, tmp_path / "smaller", 2), **{"pipeline.num_microbatches": 4})
     assert train_here(smaller) == 0
     assert "partition manual:2,2: 2, 2 layers; measured: a block takes 1 ms" in capsys.readouterr().out
-
-
-def test_blocks_and_head_are_measured_on_the_mesh(plain):
-    config = dataclasses.replace(plain, mesh=MeshConfig(pipe=2, tensor=2))
-    mesh = build_mesh(config.mesh)
-    batch = random_batch(config.model, 2 * MICROBATCHES)
-    laid = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
-    found = measured_weights(model_on_mesh(config, np.float32), mesh, laid, head=True)
-    assert len(found.blocks) == 4 and len(set(found.blocks)) == 1
-    assert found.blocks[0] > 0 and found.last > 0 and found.first == 0
