@@ -97,6 +97,15 @@ CASES = (
     Case(pipe=2, data=2, tensor=2, microbatches=4, partition="manual:1,3"),
     Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", partition="manual:3,1", skips_head=True, head="untied"),
     replace(INTERLEAVED, layers=7, partition="manual:1,3,2,1", skips_head=True, recompute="full:2", clip=None),
+    Case(data=2, tensor=4, microbatches=2, zero=2, recompute="full:2", dropout=0.0, clip=None),
+    Case(pipe=2, replica=2, data=2, microbatches=2, schedule="gpipe", zero=2, layers=3, recompute="full", head="untied"),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="zero-bubble", zero=2, head="untied", clip=None),
+    Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, zero=2, layers=5, recompute="selective", skips_head=True),
+    Case(data=4, tensor=2, microbatches=2, zero=3, recompute="full:2", dropout=0.0, clip=None),
+    Case(pipe=2, replica=2, data=2, microbatches=4, zero=3, layers=3, shares_head=True),
+    Case(pipe=4, data=2, microbatches=4, schedule="gpipe", zero=3, recompute="selective"),
+    Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="interleaved", chunks=2, zero=3, recompute="full", head="untied"),
+    Case(pipe=2, data=4, microbatches=4, schedule="separate-1f1b", zero=3, head="untied"),
 )
 
 

@@ -1,11 +1,10 @@
 """The backward pass of a stage's blocks, taken apart so that it can wait in a buffer between ticks."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from giantjax.parallel.product import Stash, Weight, is_stash_or_none, weight_gradient
@@ -73,23 +72,22 @@ class Pullback:
 
     def weight_gradients(self, stash: list[Array]) -> Params:
         """Gradients of the weights that were left for later; None in the place of all others."""
-        zero = self.stage.zero
-        stashes = jax.tree.unflatten(jax.tree.structure(self._stashes), stash)
-        none = jax.tree.map(lambda _: 0, self.stage.example.params[BLOCKS])
+        stashes, zero = jax.tree.unflatten(jax.tree.structure(self._stashes), stash), self.stage.zero
         dims = by_kind(self.stage.model, zero.dims[BLOCKS]) if zero else {}
 
-        def gradients(group: dict[str, PyTree], layers: Array, none: dict[str, PyTree]) -> dict[str, PyTree]:
-            def make(one: Stash | None, dim: int) -> Array | None:
-                gradient = lambda one: scattered(weight_gradient(one.x, one.dy), dim)  # noqa: E731
-                for _ in range(layers.ndim):
-                    # What is shared is never whole of more than a layer.
-                    gradient = functools.partial(lax.map, gradient) if dim else jax.vmap(gradient)
-                return None if one is None else gradient(one)
+        def make(stashes: PyTree) -> PyTree:
+            return jax.tree.map(lambda one: one and weight_gradient(one.x, one.dy), stashes, is_leaf=is_stash_or_none)
 
-            own = {kind: dims.get(kind, same) for kind, same in none.items()}
-            return jax.tree.map(make, group, own, is_leaf=is_stash_or_none)
+        def gradients(group: dict[str, PyTree], layers: Array) -> dict[str, PyTree]:
+            if zero is None:
+                every = jax.vmap(make) if layers.ndim == 1 else jax.vmap(jax.vmap(make))
+                return every(group)
+            # One layer after the other, so that no more than its gradients are ever whole.
+            own = {kind: dims[kind] for kind in group}
+            each = [scattered(make(jax.tree.map(lambda a: a[place], group)), own) for place in np.ndindex(layers.shape)]  # noqa: B023
+            return jax.tree.map(lambda *found: jnp.stack(found).reshape(*layers.shape, *found[0].shape), *each)
 
-        blocks = [gradients(*span) for span in zip(stashes[BLOCKS], self.stage.example.layers, none, strict=True)]
+        blocks = [gradients(group, layers) for group, layers in zip(stashes[BLOCKS], self.stage.example.layers, strict=True)]
         return stashes | {BLOCKS: blocks}
 
 

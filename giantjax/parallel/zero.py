@@ -45,9 +45,14 @@ class Zero:
     0 where none is."""
 
 
-def scattered(grad: Array, dim: int) -> Array:
-    """This device's share of the sum of gradients over `data`; its own gradient where `dim` is 0."""
-    return lax.psum_scatter(grad, DATA, scatter_dimension=grad.ndim + dim, tiled=True) if dim else grad
+def scattered(grads: PyTree, dims: PyTree) -> PyTree:
+    """This device's shares of the sums of gradients over `data`; its own gradient where the dim is 0."""
+
+    def scatter(dim: int, grad: Array | None) -> Array | None:
+        shares = dim and grad is not None
+        return lax.psum_scatter(grad, DATA, scatter_dimension=grad.ndim + dim, tiled=True) if shares else grad
+
+    return jax.tree.map(scatter, dims, grads)
 
 
 def hold(model: Model, params: Params, zero: Zero | None) -> tuple[Params, Params]:

@@ -91,8 +91,8 @@ def trained(case: Case, steps: int, scale: float = 2.0**12) -> tuple[list[float]
 
 ONE = Case(dtype="float16", dropout=0.0)
 MESHES = [
-    dataclasses.replace(ONE, pipe=2, data=2, tensor=2, microbatches=4, zero=1),
-    dataclasses.replace(ONE, pipe=2, replica=2, data=2, microbatches=2, compression="int8"),
+    dataclasses.replace(ONE, pipe=2, data=2, tensor=2, microbatches=4, zero=2),
+    dataclasses.replace(ONE, pipe=2, replica=2, data=2, microbatches=2, zero=3, compression="int8"),
 ]
 
 

@@ -295,6 +295,23 @@ def test_the_layout_may_change(whole, tmp_path):
     assert relative_error(read_state(config, 30), read_state(whole, 30)) < 1e-3
 
 
+def test_parameters_may_be_shared_and_whole_again(tmp_path):
+    """From ZeRO 3 on stages of which one is padded to one device, and back; evaluation reads shares too."""
+    corpus = write_corpus(tmp_path / "corpus")
+    saving = {"model.num_layers": 3, "training.num_steps": 6, "training.eval_every": 2, "checkpoint.every": 2}
+    straight = small_run(tmp_path / "straight", corpus, **saving)
+    assert train_here(straight) == 0
+    sharing = {"mesh.pipe": 2, "mesh.data": 4, "pipeline.num_microbatches": 2, "training.zero_stage": 3}
+    run = str(tmp_path / "run")
+    for steps, changes in ((2, sharing), (4, {}), (6, sharing)):
+        config = changed(straight, run_dir=run, **{"training.num_steps": steps}, **changes)
+        assert train_here(config) == 0
+    for record, expected in zip(measured(config), measured(straight), strict=True):
+        for name in {"loss", "grad_norm", "validation_loss"} & expected.keys():
+            assert record[name] == pytest.approx(expected[name], rel=FORWARD), record
+    assert relative_error(read_state(config, 6), read_state(straight, 6)) < 1e-3
+
+
 def test_what_rounding_took_off_is_resumed(tmp_path):
     """On the same mesh bit for bit; on another it is left out."""
     corpus = write_corpus(tmp_path / "corpus")
