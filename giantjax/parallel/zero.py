@@ -49,8 +49,9 @@ def scattered(grads: PyTree, dims: PyTree) -> PyTree:
     """This device's shares of the sums of gradients over `data`; its own gradient where the dim is 0."""
 
     def scatter(dim: int, grad: Array | None) -> Array | None:
-        shares = dim and grad is not None
-        return lax.psum_scatter(grad, DATA, scatter_dimension=grad.ndim + dim, tiled=True) if shares else grad
+        if grad is None or not dim:
+            return grad
+        return lax.psum_scatter(grad, DATA, scatter_dimension=grad.ndim + dim, tiled=True)
 
     return jax.tree.map(scatter, dims, grads)
 
