@@ -50,11 +50,22 @@ def check_new_file(option: str, path: str) -> None:
     """Make sure, without making it, that a file can be made.
 
     Raises:
-        InputError: there is one already, or its folder is missing or cannot be written.
+        InputError: there is one already, or it cannot be written.
     """
-    folder = os.path.dirname(path) or "."
     if os.path.lexists(path):
         raise InputError(f"{option} {path} is there already; nothing is overwritten, so name another file")
+    check_writable(option, path)
+
+
+def check_writable(option: str, path: str) -> None:
+    """Make sure that a file can be written, which may be there already.
+
+    Raises:
+        InputError: it is a folder, or its own folder is missing or cannot be written.
+    """
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise InputError(f"{option} is {path}, a folder; name a file")
     if not os.path.isdir(folder):
         raise InputError(f"{option} is {path}, but there is no folder {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):

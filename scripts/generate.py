@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -81,7 +81,7 @@ def main() -> int:
 
     run = RunDirectory(Path(arguments.run))
     config = read_record(run, run.config, RunConfig)
-    runtime_config, mesh = (whole(config), config.mesh) if arguments.mesh == "run" else (RuntimeConfig(), None)
+    runtime_config, mesh = (runtime.alone(config), config.mesh) if arguments.mesh == "run" else (RuntimeConfig(), None)
     tokenizer = tokenizer_of(run)
     prompts = [arguments.prompt] if arguments.prompts is None else read_prompts("--prompts", arguments.prompts)
     if arguments.output is not None:
@@ -138,12 +138,6 @@ def write(
     for prompt, text in zip(prompts, texts, strict=True):
         line = {"prompt": prompt, "text": text.text, "num_tokens": text.num_tokens, "ended_by": text.ended_by}
         print(json.dumps(line), file=file, flush=True)
-
-
-def whole(config: RunConfig) -> RuntimeConfig:
-    """The runtime of a run for one process, which simulates the devices of all."""
-    simulated = config.runtime.num_cpu_devices and config.mesh.num_devices
-    return replace(config.runtime, num_cpu_devices=simulated)
 
 
 if __name__ == "__main__":
