@@ -1,6 +1,7 @@
 """Decoding with a cache: token by token it gives what one pass over the whole text gives, on any mesh."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -41,7 +42,7 @@ def test_cached_decoding_is_full_recomputation(run, mesh):
     size = run.model.vocabulary_size
     tokens = np.random.default_rng(0).integers(0, size, (4, 16)).astype(np.int32)
     one = enlarged(run)
-    whole = jax.jit(lambda params: logits_of(gpt(run.model), params, {"tokens": tokens}))(one.params)
+    whole = jax.jit(lambda params: logits_of(gpt(run.model), params, {"tokens": jnp.asarray(tokens)}))(one.params)
     wanted = np.asarray(whole)[..., :size]
     decoder, rows = build_decoder(enlarged(run, mesh)), np.arange(4)
     held, counts = np.zeros(4, np.int32), np.array([5, 1, 7, 3], np.int32)
@@ -83,10 +84,10 @@ def test_a_mesh_without_its_devices_is_refused(run):
 def test_cached_attention_is_causal_attention():
     random = np.random.default_rng(2)
     q, k, v = (random.standard_normal((3, 9, 2, 4), np.float32) for _ in range(3))
-    whole = causal_attention(q, k, v)
+    whole = jax.jit(causal_attention)(q, k, v)
     places = np.array([[0, 1], [4, 5], [7, 8]])
     rows = np.arange(3)[:, None]
     later = np.arange(9)[None, :, None, None] > places[:, -1][:, None, None, None]
     # What lies beyond the last position may be anything that is finite.
-    found = cached_attention(q[rows, places], np.where(later, 1e3, k), np.where(later, 1e3, v), places)
+    found = jax.jit(cached_attention)(q[rows, places], np.where(later, 1e3, k), np.where(later, 1e3, v), places)
     assert relative_error(found, np.asarray(whole)[rows, places]) < FORWARD

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("evaluate")
 
 MESHES = {"one": None, "pipe-tensor-data": MeshConfig(pipe=2, tensor=2, data=2)}
 RULES = {"data.reset_positions": True, "data.reset_attention": True, "data.mask_document_ends": True}
-QUESTIONS = [
+QUESTIONS: list[dict[str, Any]] = [
     {"query": "ABCD", "choices": ["EFG", "G", "a longer one"], "gold": 1},
     {"query": "", "choices": ["BBB", "Grüße"], "gold": 0},
     {"query": "QRSTUVWXYZabcdefghijk", "choices": ["l", "mnopq"], "gold": 1},
@@ -70,7 +71,7 @@ def run(folder) -> RunConfig:
     return trained_run(folder, "run")
 
 
-@pytest.fixture(scope="module", params=MESHES.values(), ids=MESHES)
+@pytest.fixture(scope="module", params=list(MESHES.values()), ids=list(MESHES))
 def scorer(request, run) -> Scorer:
     return build_scorer(load_trained(directory_of(run), request.param), 4)
 
