@@ -1,5 +1,6 @@
 """Sampling from a model on any mesh, several texts at a time."""
 
+import zlib
 from collections.abc import Generator, Sequence
 
 import jax
@@ -16,8 +17,8 @@ def generate(
 ) -> Generator[Int[np.ndarray, "B"], None, None]:
     """Token ids that follow each of B prompts, one of each at a time, without end.
 
-    Token number i of a text depends on (seed, i) and what comes before it in that text; on how many others there are only as
-    rounding does. The model sees the last sequence_length tokens of a prompt; a text that has grown to that length goes on from
+    Token number i of a text is drawn from (seed, prompt, i) and what comes before it; how many other texts there are matters only as
+    far as rounding does. The model sees the last sequence_length tokens of a prompt; a text that has grown to that length goes on from
     the last half of it, as `Window` says.
 
     Args:
@@ -29,17 +30,19 @@ def generate(
     window = Window(decoder, texts)
 
     @jax.jit
-    def pick(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], index: Int[Array, ""]) -> tuple[Array, Array]:
-        tokens = choose(logits, seen, index, sampling)
+    def pick(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], salt: Array, index: Int[Array, ""]) -> tuple[Array, Array]:
+        tokens = choose(logits, seen, salt, index, sampling)
         return tokens, seen.at[jnp.arange(tokens.size), tokens].set(True)
 
     logits = window.next_logits()
-    first = np.zeros(logits.shape, bool)
+    first, salt = np.zeros(logits.shape, bool), np.zeros(len(logits), np.uint32)
     for row, text in enumerate(texts):
         first[row, text] = True
+        # Of its own, lest all texts be drawn by the same numbers, and the same beside other prompts.
+        salt[row] = zlib.crc32(np.array(text, np.int32).tobytes())
     seen, index = jnp.asarray(first), 0
     while True:
-        found, seen = pick(logits, seen, np.int32(index))
+        found, seen = pick(logits, seen, salt, np.int32(index))
         tokens = np.asarray(found)[: len(texts)]
         yield tokens
         window.append(tokens)

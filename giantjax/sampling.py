@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class Sampling(NamedTuple):
@@ -51,8 +51,10 @@ def only_top_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def choose(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], index: Int[Array, ""], sampling: Sampling) -> Int[Array, "B"]:
-    """The token `index` of each row's continuation, drawn from (seed, index) alone, so that a row does not depend on the others."""
+def choose(
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], salt: UInt32[Array, "B"], index: Int[Array, ""], sampling: Sampling
+) -> Int[Array, "B"]:
+    """The token `index` of each row's continuation, drawn from (seed, the row's salt, index), so that a row does not depend on others."""
     if sampling.repetition_penalty != 1:
         logits = penalised(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
@@ -62,5 +64,6 @@ def choose(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], index: Int[Arr
         logits = only_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
         logits = only_top_p(logits, sampling.top_p)
-    key = jax.random.fold_in(jax.random.key(sampling.seed), index)
-    return jax.vmap(lambda row: jax.random.categorical(key, row))(logits)
+    seed = jax.random.key(sampling.seed)
+    keys = jax.vmap(lambda salt: jax.random.fold_in(jax.random.fold_in(seed, salt), index))(salt)
+    return jax.vmap(jax.random.categorical)(keys, logits)

@@ -46,7 +46,7 @@ class Arguments:
     repetition_penalty: float = 1.0
     """Logits of tokens that the text has are divided by this, negative ones multiplied (CTRL); 1 does nothing, 1.2 is usual."""
     seed: int = 0
-    """Seed of the samples, the same for every prompt."""
+    """Seed of the samples: a prompt has the same text beside any others, and another one with another seed."""
     mesh: Literal["one", "run"] = "one"
     """Devices: one, or those the run was trained on."""
 

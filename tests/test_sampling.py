@@ -62,14 +62,21 @@ def test_options_together(sampling, allowed):
     """Token 4 is the likeliest, a little likelier than 3, and has been seen."""
     logits = np.tile(np.array([0.0, 1.0, 2.0, 4.9, 5.0], np.float32), (2, 1))
     seen = np.tile(np.arange(5) == 4, (2, 1))
-    found = [np.asarray(choose(logits, seen, np.int32(0), sampling._replace(seed=seed))) for seed in range(60)]
+    found = [np.asarray(choose(logits, seen, np.zeros(2, np.uint32), np.int32(0), sampling._replace(seed=seed))) for seed in range(60)]
     assert {int(token) for pair in found for token in pair} == allowed
     # Rows alike are chosen alike.
     assert all(pair[0] == pair[1] for pair in found)
 
 
+def test_rows_of_other_salts_are_drawn_by_other_numbers():
+    logits, seen = np.zeros((40, 50), np.float32), np.zeros((40, 50), bool)
+    found = np.asarray(choose(logits, seen, np.arange(40, dtype=np.uint32), np.int32(0), Sampling()))
+    assert len(set(found.tolist())) > 15
+    assert choose(logits[:1], seen[:1], np.array([7], np.uint32), np.int32(0), Sampling()) == found[7]
+
+
 def test_frequencies_are_probabilities():
     logits = np.log(np.array([[0.6, 0.3, 0.1]], np.float32))
-    seen = np.zeros((1, 3), bool)
-    found = np.array([int(choose(logits, seen, np.int32(index), Sampling(seed=9))[0]) for index in range(600)])
+    seen, salt = np.zeros((1, 3), bool), np.zeros(1, np.uint32)
+    found = np.array([int(choose(logits, seen, salt, np.int32(index), Sampling(seed=9))[0]) for index in range(600)])
     np.testing.assert_allclose(np.bincount(found, minlength=3) / 600, [0.6, 0.3, 0.1], atol=0.06)
