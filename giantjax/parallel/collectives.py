@@ -24,6 +24,8 @@ from jaxtyping import Array, Float
 Compression = Literal["none", "bf16", "int8"]
 BLOCK = 256
 """Values that share a scale in int8: 1.6 % more bytes for the scales."""
+LEVELS = 127
+"""Of int8 on each side of zero: the largest value of a block is the last of them."""
 BYTES_A_VALUE = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / BLOCK}
 """Of what crosses between nodes."""
 
@@ -133,7 +135,7 @@ def _decode_bf16(code: list[Array]) -> Float[Array, "n"]:
 def _encode_int8(x: Float[Array, "n"]) -> list[Array]:
     """int8 [n / BLOCK, BLOCK] and fp32 scales [n / BLOCK]."""
     blocks = x.reshape(-1, BLOCK)
-    scales = jnp.max(jnp.abs(blocks), axis=1) / 127
+    scales = jnp.max(jnp.abs(blocks), axis=1) / LEVELS
     levels = jnp.round(blocks / jnp.where(scales == 0, 1, scales)[:, None])
     return [levels.astype(jnp.int8), scales]
 

@@ -13,9 +13,9 @@ from giantjax.data.indexed import open_indexed
 from giantjax.data.indexed_writer import write_indexed
 from giantjax.data.loader import DocumentRules, validation_batches
 from giantjax.model.gpt import GPT, gpt
-from giantjax.parallel.stages import Batch, Params, apply_blocks, group_layers
+from giantjax.parallel.stages import Batch, Params, apply_blocks
 from tests import test_equivalence
-from tests.helpers import FORWARD, GRADIENT, loss_and_grads, random_params, relative_error, small_model
+from tests.helpers import FORWARD, GRADIENT, cut_whole, loss_and_grads, random_params, relative_error, small_model
 from tests.test_equivalence import BATCH, LENGTH, VOCABULARY, Case
 
 MODEL = small_model()
@@ -72,10 +72,10 @@ def test_it_takes_all_three(tmp_path, step, params, left_out):
 def test_no_gradient_crosses_the_end_of_a_document(tmp_path, model, params, recompute):
     batch = {name: jnp.asarray(array) for name, array in batch_of(tmp_path, [FIRST, SECOND], 16).items()}
     end = len(FIRST)
-    groups = group_layers((jnp.arange(MODEL.num_layers), params["blocks"]), recompute)
+    cut = cut_whole(params, recompute)
 
     def loss(x: jax.Array, batch: Batch) -> jax.Array:
-        return model.loss(params, apply_blocks(model, params, groups, x, batch, None, recompute), batch, None)[0]
+        return model.loss(params, apply_blocks(model, params, *cut, x, batch, None, recompute), batch, None)[0]
 
     gradient = jax.jit(jax.grad(loss))
     x = model.embed(params, batch, None)

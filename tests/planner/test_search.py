@@ -78,7 +78,7 @@ def test_json_has_the_fields_of_the_contract(tmp_path):
     assert list(written) == ["cluster", "model", "plans", "rejected", "verified"]
     plan = written["plans"][0]
     assert list(plan) == [
-        *("mesh", "schedule", "num_chunks", "microbatch_size", "num_microbatches", "zero_stage", "recompute", "compression"),
+        *("mesh", "schedule", "num_chunks", "head", "microbatch_size", "num_microbatches", "zero_stage", "recompute", "compression"),
         *("step_time_s", "samples_per_s", "mfu", "memory_bytes_by_stage", "network_bytes_per_step", "nvlink_bytes_per_step", "bubble"),
         "exposed_network_s",
     ]
@@ -122,8 +122,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_stage_and_buffers():
     memory = Memory(12 * 2**30, 0, 0, 30 * 2**30, 36 * 2**30)
     report = SimpleNamespace(memory=memory, carried=(Carried(Shape("bf16", (8, 10, 6144, 5120)), 2),))
     assert refusal(config, cluster, best, report) == (
-        "gpt13b does not fit a100x4-rdma800: stage 0 of 4, like every other, needs 42.0 GiB of 36.0 GiB on each A100-40GB, 12.0 GiB of it "
-        "state and batch; the largest buffers between ticks are 2 x bf16[8,10,6144,5120] of 4.7 GiB, the largest parts by the estimate "
+        f"gpt13b does not fit a100x4-rdma800: stage 0 of {len(best.memory)}, like every other, needs 42.0 GiB of 36.0 GiB on each "
+        "A100-40GB, 12.0 GiB of it state and batch; the largest buffers between ticks are 2 x bf16[8,10,6144,5120] of 4.7 GiB, the "
+        "largest parts by the estimate "
         + ", ".join(f"{part} {in_words(size)}" for part, size in best.fullest.parts[:3])
         + "; take the next plan of the table or more nodes"
     )

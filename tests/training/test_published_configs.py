@@ -9,8 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from giantjax.command_line import parse_run
+from giantjax.command_line import parse_run, preset
 from giantjax.config import MeshConfig, PipelineConfig, RunConfig
+from giantjax.parallel.schedule import in_flight, schedule_of_name, zero_bubble
+from giantjax.parallel.schedule_file import write_schedule
 from tests.helpers import FORWARD, GRADIENT, relative_error
 from tests.training.runs import PRETRAIN, changed, measured, read_state, train_here
 
@@ -26,6 +28,13 @@ CUT = (
 )
 """Eight layers for the stages and the schedule to have something to do; a rate at which three steps move every parameter, and an
 epsilon of the size of the gradients, for Adam would make the rounding of the smallest ones as large as the largest."""
+
+
+def test_the_custom_strategy_is_whole() -> None:
+    """Its file is a schedule for its stages and microbatches."""
+    config = preset("custom_strategy")
+    schedule = schedule_of_name(config.pipeline.schedule, config.mesh.pipe, config.num_microbatches, config.pipeline.num_chunks)
+    assert schedule.splits_weight and in_flight(schedule).max() == 7
 
 
 def run_of(name: str, folder: Path, *more: str) -> tuple[RunConfig, list[str]]:
@@ -51,10 +60,21 @@ def one_device(tmp_path_factory) -> RunConfig:
         pytest.param("gpt13b_v100x4", ("--pipeline.microbatch-size", "4"), "mesh pipe 4 x data 2 x tensor 4", marks=pytest.mark.slow),
         pytest.param("gpt13b_a100x4", ("--pipeline.microbatch-size", "4"), "mesh pipe 4 x data 2 x tensor 4", marks=pytest.mark.slow),
         pytest.param("gpt13b_megatron", (), "mesh pipe 4 x data 2 x tensor 4", marks=pytest.mark.slow),
+        pytest.param("gpt13b_zero3", ("--pipeline.microbatch-size", "1"), "mesh pipe 4 x data 8", marks=pytest.mark.slow),
+        pytest.param(
+            "custom_strategy",
+            ("--pipeline.microbatch-size", "4", "--pipeline.partition", "manual:3,2,2,1"),
+            "mesh pipe 4 x data 2 x tensor 4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_published_config_trains_as_one_device_does(name, more, mesh, one_device, tmp_path):
     cache = jax.config.values["jax_compilation_cache_dir"]
+    if name == "custom_strategy":
+        # Its own file is for as many microbatches as the whole run has.
+        write_schedule(zero_bubble(4, 4), tmp_path / "mine.csv")
+        more = (*more, "--pipeline.schedule", str(tmp_path / "mine.csv"))
     decay = ("--optimizer.decay", str(STEPS * 32))
     config, command = run_of(name, tmp_path, *more, *decay, "--runtime.num-cpu-devices", "32", "--runtime.compilation-cache", cache)
     environment = {"NCCL_SOCKET_NTHREADS": "2"} | {key: value for key, value in os.environ.items() if not key.startswith("NCCL")}
