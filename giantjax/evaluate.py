@@ -10,6 +10,7 @@ from jaxtyping import Float
 from giantjax.data.indexed import IndexedDataset
 from giantjax.data.loader import Batch, DocumentRules, every_token, rules_of
 from giantjax.data.tokenizer import Tokenizer
+from giantjax.errors import InputError
 from giantjax.score import Scorer, scores
 from giantjax.tasks import Row, Task
 from giantjax.training.restore import Trained
@@ -33,6 +34,9 @@ def evaluate_corpus(
         corpus: with at least two tokens.
         tokenizer: of its ids.
         advance: told how many more tokens are done.
+
+    Raises:
+        InputError: no token of it counts.
     """
     config = scorer.trained.config
     rules, sizes = rules_of(config.data), config.model
@@ -51,6 +55,8 @@ def evaluate_corpus(
         advance(number)
 
     total, hits = scores(scorer, batches, count).sum(axis=0).tolist()
+    if num_tokens == 0:
+        raise InputError(f"no token of {corpus.name} counts: each is the first of its document, which data.mask_document_ends leaves out")
     num_bytes = count_bytes(corpus, tokenizer, rules) if tokenizer else None
     loss = total / num_tokens
     return {
@@ -115,7 +121,7 @@ def score_rows(scorer: Scorer, rows: Sequence[Row], advance: Callable[[int], Non
     """(-log-likelihood in nats, tokens that were the likeliest) of each row's continuation."""
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
     groups = [order[first : first + scorer.batch_size] for first in range(0, len(order), scorer.batch_size)]
-    found = scores(scorer, [_batch_of([rows[number] for number in group], scorer) for group in groups], advance)
+    found = scores(scorer, (_batch_of([rows[number] for number in group], scorer) for group in groups), advance)
     result = np.empty((len(rows), 2))
     for place, group in enumerate(groups):
         result[group] = found[place * scorer.batch_size :][: len(group)]

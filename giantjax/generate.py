@@ -1,19 +1,20 @@
 """Sampling from a model on any mesh, several texts at a time."""
 
+import functools
 import zlib
 from collections.abc import Generator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from giantjax.decode import Decoder, Window
 from giantjax.sampling import Sampling, choose
 
 
 def generate(
-    decoder: Decoder, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]], sampling: Sampling
+    decoder: Decoder, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]], sampling: Sampling, seed: int
 ) -> Generator[Int[np.ndarray, "B"], None, None]:
     """Token ids that follow each of B prompts, one of each at a time, without end.
 
@@ -25,25 +26,30 @@ def generate(
         decoder: from `build_decoder`.
         prompts: token ids of each, one at least.
         sampling: how tokens are chosen.
+        seed: from 0 up to 2**32.
     """
     texts = [[int(token) for token in prompt] for prompt in prompts]
     window = Window(decoder, texts)
-
-    @jax.jit
-    def pick(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], salt: Array, index: Int[Array, ""]) -> tuple[Array, Array]:
-        tokens = choose(logits, seen, salt, index, sampling)
-        return tokens, seen.at[jnp.arange(tokens.size), tokens].set(True)
-
     logits = window.next_logits()
-    first, salt = np.zeros(logits.shape, bool), np.zeros(len(logits), np.uint32)
+    contained, salts = np.zeros(logits.shape, bool), np.zeros(logits.shape[0], np.uint32)
     for row, text in enumerate(texts):
-        first[row, text] = True
-        # Of its own, lest all texts be drawn by the same numbers, and the same beside other prompts.
-        salt[row] = zlib.crc32(np.array(text, np.int32).tobytes())
-    seen, index = jnp.asarray(first), 0
+        contained[row, text] = True
+        # Of the prompt alone: others are drawn by other numbers, and it is by the same beside any others.
+        salts[row] = zlib.crc32(np.array(text, np.int32).tobytes())
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(salts)
+    seen, index = jnp.asarray(contained), 0
     while True:
-        found, seen = pick(logits, seen, salt, np.int32(index))
+        found, seen = _choose(logits, seen, keys, np.int32(index), sampling)
         tokens = np.asarray(found)[: len(texts)]
         yield tokens
         window.append(tokens)
         logits, index = window.next_logits(), index + 1
+
+
+@functools.partial(jax.jit, static_argnames="sampling")
+def _choose(
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], keys: Key[Array, "B"], index: Int[Array, ""], sampling: Sampling
+) -> tuple[Int[Array, "B"], Bool[Array, "B V"]]:
+    """Tokens, and which tokens each row has with them."""
+    tokens = choose(logits, seen, keys, index, sampling)
+    return tokens, seen.at[jnp.arange(tokens.size), tokens].set(True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key
 
 
 class Sampling(NamedTuple):
@@ -19,8 +19,6 @@ class Sampling(NamedTuple):
     """As `only_top_k` says; None does nothing."""
     top_p: float = 1.0
     """As `only_top_p` says; 1 does nothing."""
-    seed: int = 0
-    """Of the choices."""
 
 
 def penalised(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float) -> Float[Array, "B V"]:
@@ -52,9 +50,9 @@ def only_top_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
 
 
 def choose(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], salt: UInt32[Array, "B"], index: Int[Array, ""], sampling: Sampling
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], keys: Key[Array, "B"], index: Int[Array, ""], sampling: Sampling
 ) -> Int[Array, "B"]:
-    """The token `index` of each row's continuation, drawn from (seed, the row's salt, index), so that a row does not depend on others."""
+    """The token `index` of each row's continuation, drawn from (the row's key, index), so that a row does not depend on others."""
     if sampling.repetition_penalty != 1:
         logits = penalised(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
@@ -64,6 +62,4 @@ def choose(
         logits = only_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
         logits = only_top_p(logits, sampling.top_p)
-    seed = jax.random.key(sampling.seed)
-    keys = jax.vmap(lambda salt: jax.random.fold_in(jax.random.fold_in(seed, salt), index))(salt)
-    return jax.vmap(jax.random.categorical)(keys, logits)
+    return jax.vmap(lambda key, row: jax.random.categorical(jax.random.fold_in(key, index), row))(keys, logits)

@@ -3,20 +3,18 @@
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import Literal, TextIO
+
+import numpy as np
 
 from giantjax import command_line, runtime
 from giantjax.config import RunConfig, RuntimeConfig
 from giantjax.continuation import Continuation
 from giantjax.errors import InputError
 from giantjax.json_lines import check_new_file, read_prompts
-
-if TYPE_CHECKING:
-    from giantjax.decode import Decoder
-    from giantjax.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -94,43 +92,39 @@ def main() -> int:
     runtime.start(runtime_config)
 
     from giantjax.decode import build_decoder
+    from giantjax.generate import generate
     from giantjax.sampling import Sampling
     from giantjax.training.restore import load_trained
 
     decoder = build_decoder(load_trained(run, mesh))
-    sampling = Sampling(arguments.repetition_penalty, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    sampling = Sampling(arguments.repetition_penalty, arguments.temperature, arguments.top_k, arguments.top_p)
     new = lambda ids: Continuation(tokenizer, ids, arguments.max_tokens, arguments.stop)  # noqa: E731
     if arguments.prompts is None and arguments.output is None:
-        stream(decoder, sampling, encoded[0], new(encoded[0]))
+        stream(generate(decoder, encoded, sampling, arguments.seed), new(encoded[0]))
         return 0
     with contextlib.ExitStack() as opened:
         file = sys.stdout if arguments.output is None else opened.enter_context(open(arguments.output, "x", encoding="utf-8"))
         for first in range(0, len(prompts), arguments.batch_size):
             some = slice(first, first + arguments.batch_size)
-            write(decoder, sampling, prompts[some], encoded[some], [new(ids) for ids in encoded[some]], file)
+            tokens = generate(decoder, encoded[some], sampling, arguments.seed)
+            write(tokens, prompts[some], [new(ids) for ids in encoded[some]], file)
     return 0
 
 
-def stream(decoder: "Decoder", sampling: "Sampling", ids: list[int], text: Continuation) -> None:
+def stream(tokens: Iterator[np.ndarray], text: Continuation) -> None:
     """Print a prompt and what follows it as it becomes certain."""
-    from giantjax.generate import generate
-
     print(text.prompt_text, end="", flush=True)
-    for token in generate(decoder, [ids], sampling):
-        print(text.add(int(token[0])), end="", flush=True)
+    for [token] in tokens:
+        print(text.add(int(token)), end="", flush=True)
         if text.ended_by:
             break
     print()
 
 
-def write(
-    decoder: "Decoder", sampling: "Sampling", prompts: Sequence[str], encoded: list[list[int]], texts: list[Continuation], file: TextIO
-) -> None:
+def write(tokens: Iterator[np.ndarray], prompts: Sequence[str], texts: list[Continuation], file: TextIO) -> None:
     """Go on from some prompts at the same time, and write a line for each when all have ended."""
-    from giantjax.generate import generate
-
-    for tokens in generate(decoder, encoded, sampling):
-        for text, token in zip(texts, tokens, strict=True):
+    for latest in tokens:
+        for text, token in zip(texts, latest, strict=True):
             if text.ended_by is None:
                 text.add(int(token))
         if all(text.ended_by for text in texts):

@@ -56,9 +56,9 @@ def run(tmp_path_factory) -> RunConfig:
     return config
 
 
-def first(number: int, decoder: Decoder, *prompts: np.ndarray, temperature: float = 0.0, **sampling: Any) -> list[list[int]]:
+def first(number: int, decoder: Decoder, *prompts: np.ndarray, temperature: float = 0.0, seed: int = 0, **sampling: Any) -> list[list[int]]:
     """So many tokens after each prompt."""
-    tokens = itertools.islice(generate(decoder, prompts, Sampling(temperature=temperature, **sampling)), number)
+    tokens = itertools.islice(generate(decoder, prompts, Sampling(temperature=temperature, **sampling), seed), number)
     return np.array(list(tokens)).T.tolist()
 
 
@@ -140,7 +140,7 @@ def test_the_script_prints_what_the_checkpoint_says(run):
     assert (done.returncode, done.stderr) == (0, "")
     trained = load_trained(directory_of(run))
     prompt = "Grüße".encode()
-    choices = (int(token) for [token] in generate(build_decoder(trained), [list(prompt)], Sampling(temperature=0)))
+    choices = (int(token) for [token] in generate(build_decoder(trained), [list(prompt)], Sampling(temperature=0), 0))
     assert trained.step == 2
     # After two steps the end of a document is not likely yet.
     assert done.stdout == (prompt + bytes(itertools.islice(choices, 6))).decode("utf-8", "replace") + "\n"

@@ -1,5 +1,6 @@
 """Choosing among logits: every function against its definition, written with numpy token by token."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -11,6 +12,8 @@ from giantjax.sampling import Sampling, choose, only_top_k, only_top_p, penalise
 SHAPE = (2, 7)
 # Few values, so that ties are common.
 LOGITS = arrays.arrays(np.float32, SHAPE, elements=st.integers(-8, 8).map(lambda number: np.float32(number / 2)))
+CHOOSE = jax.jit(choose, static_argnames="sampling")
+KEYS = jax.random.split(jax.random.key(0), 60)
 FEW = settings(max_examples=60, deadline=None)
 
 
@@ -62,21 +65,21 @@ def test_options_together(sampling, allowed):
     """Token 4 is the likeliest, a little likelier than 3, and has been seen."""
     logits = np.tile(np.array([0.0, 1.0, 2.0, 4.9, 5.0], np.float32), (2, 1))
     seen = np.tile(np.arange(5) == 4, (2, 1))
-    found = [np.asarray(choose(logits, seen, np.zeros(2, np.uint32), np.int32(0), sampling._replace(seed=seed))) for seed in range(60)]
+    found = [np.asarray(CHOOSE(logits, seen, KEYS[np.array([seed, seed])], np.int32(0), sampling=sampling)) for seed in range(60)]
     assert {int(token) for pair in found for token in pair} == allowed
     # Rows alike are chosen alike.
     assert all(pair[0] == pair[1] for pair in found)
 
 
-def test_rows_of_other_salts_are_drawn_by_other_numbers():
+def test_rows_of_other_keys_are_drawn_by_other_numbers():
     logits, seen = np.zeros((40, 50), np.float32), np.zeros((40, 50), bool)
-    found = np.asarray(choose(logits, seen, np.arange(40, dtype=np.uint32), np.int32(0), Sampling()))
+    found = np.asarray(CHOOSE(logits, seen, KEYS[:40], np.int32(0), sampling=Sampling()))
     assert len(set(found.tolist())) > 15
-    assert choose(logits[:1], seen[:1], np.array([7], np.uint32), np.int32(0), Sampling()) == found[7]
+    assert CHOOSE(logits[:1], seen[:1], KEYS[7:8], np.int32(0), sampling=Sampling()) == found[7]
 
 
 def test_frequencies_are_probabilities():
     logits = np.log(np.array([[0.6, 0.3, 0.1]], np.float32))
-    seen, salt = np.zeros((1, 3), bool), np.zeros(1, np.uint32)
-    found = np.array([int(choose(logits, seen, salt, np.int32(index), Sampling(seed=9))[0]) for index in range(600)])
+    seen = np.zeros((1, 3), bool)
+    found = np.array([int(CHOOSE(logits, seen, KEYS[9:10], np.int32(index), sampling=Sampling())[0]) for index in range(600)])
     np.testing.assert_allclose(np.bincount(found, minlength=3) / 600, [0.6, 0.3, 0.1], atol=0.06)

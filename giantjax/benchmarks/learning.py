@@ -134,7 +134,7 @@ def _check_samples(run: RunDirectory, arguments: Learning) -> None:
     passed = []
     for seed in range(arguments.samples):
         found: list[int] = []
-        with contextlib.closing(generate(decoder, prompts, Sampling(temperature=arguments.temperature, seed=seed))) as tokens:
+        with contextlib.closing(generate(decoder, prompts, Sampling(temperature=arguments.temperature), seed)) as tokens:
             for [token] in tokens:
                 if token == tokenizer.end_of_document or len(found) == arguments.sample_tokens:
                     break
