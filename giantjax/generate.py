@@ -1,69 +1,55 @@
-"""Sampling from a model on any mesh, without a key-value cache: each token looks at the whole window again."""
+"""Sampling from a model on any mesh, several texts at a time."""
 
-import dataclasses
-from collections.abc import Generator
+import functools
+import zlib
+from collections.abc import Generator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from giantjax.model.gpt import GPT
-from giantjax.parallel.mesh import AXES, BATCH_AXES
-from giantjax.parallel.pipeline import run_schedule
-from giantjax.parallel.schedule import forward_only
-from giantjax.parallel.stages import Batch, Params
-from giantjax.parallel.varying import varying, varying_axes
-from giantjax.training.restore import Trained
-from giantjax.training.state import Layout
+from giantjax.decode import Decoder, Window
+from giantjax.sampling import Sampling, choose
 
 
-def build_next_logits(model: GPT, layout: Layout, vocabulary_size: int) -> jax.stages.Wrapped:
-    """parameters, tokens int32 [B, S], place -> fp32 logits [B, vocabulary_size] of what follows the token at `place`."""
-    table = forward_only(len(layout.layers), 1, layout.num_chunks)
+def generate(
+    decoder: Decoder, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]], sampling: Sampling, seed: int
+) -> Generator[Int[np.ndarray, "B"], None, None]:
+    """Token ids that follow each of B prompts, one of each at a time, without end.
 
-    def next_logits(params: Params, tokens: Int[Array, "B S"], place: Int[Array, ""]) -> Float[Array, "B V"]:
-        def at_place(shared: Params, x: Array, batch: Batch, step: Array | None) -> tuple[Array, dict[str, Array]]:
-            found = model.logits(shared, x)[:, place]
-            if "tensor" in varying_axes(found) and lax.axis_size("tensor") > 1:
-                found = lax.all_gather(found, "tensor", axis=1, tiled=True, to="invarying")
-            return jnp.float32(0), {"logits": found[:, :vocabulary_size]}
+    Token number i of a text is drawn from (seed, prompt, i) and what comes before it; how many other texts there are matters only as
+    far as rounding does. The model sees the last sequence_length tokens of a prompt; a text that has grown to that length goes on from
+    the last half of it, as `Window` says.
 
-        reading = dataclasses.replace(model, loss=at_place)
-        # Devices along the batch axes all do the same; dividing by their number makes their sum one result.
-        copies = jnp.float32(np.prod([lax.axis_size(axis) for axis in BATCH_AXES]))
-        batch = {"tokens": tokens[None]}
-        found = run_schedule(reading, table, layout.layers, "none", varying(params), batch, None, copies).metrics["logits"]
-        return lax.psum(found, tuple(axis for axis in AXES if axis in varying_axes(found)))
-
-    specs = (layout.params, PartitionSpec(), PartitionSpec())
-    return jax.jit(jax.shard_map(next_logits, mesh=layout.mesh, in_specs=specs, out_specs=PartitionSpec()))
-
-
-def generate(trained: Trained, prompt: Int[np.ndarray, "T"], *, temperature: float, seed: int) -> Generator[int, None, None]:
-    """Token ids that follow `prompt`, one at a time, without end; temperature 0 takes the likeliest.
-
-    The model sees the last sequence_length tokens. Token number i depends on (seed, i) and what came before.
+    Args:
+        decoder: from `build_decoder`.
+        prompts: token ids of each, one at least.
+        sampling: how tokens are chosen.
+        seed: from 0 up to 2**32.
     """
-    sizes = trained.config.model
-    length = sizes.sequence_length
-    next_logits = build_next_logits(trained.model, trained.layout, sizes.vocabulary_size)
-
-    @jax.jit
-    def choose(logits: Float[Array, "1 V"], index: Int[Array, ""]) -> Int[Array, ""]:
-        if temperature == 0:
-            return jnp.argmax(logits[0])
-        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), index), logits[0] / temperature)
-
-    tokens = [int(token) for token in prompt]
-    window = np.zeros((1, length), np.int32)
-    index = 0
+    texts = [[int(token) for token in prompt] for prompt in prompts]
+    window = Window(decoder, texts)
+    logits = window.next_logits()
+    contained, salts = np.zeros(logits.shape, bool), np.zeros(logits.shape[0], np.uint32)
+    for row, text in enumerate(texts):
+        contained[row, text] = True
+        # Of the prompt alone: others are drawn by other numbers, and it is by the same beside any others.
+        salts[row] = zlib.crc32(np.array(text, np.int32).tobytes())
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(salts)
+    seen, index = jnp.asarray(contained), 0
     while True:
-        seen = tokens[-length:]
-        # Places after the last hold anything: attention is causal, so they do not reach it.
-        window[0, : len(seen)] = seen
-        tokens.append(int(choose(next_logits(trained.params, window, np.int32(len(seen) - 1)), np.int32(index))))
-        index += 1
-        yield tokens[-1]
+        found, seen = _choose(logits, seen, keys, np.int32(index), sampling)
+        tokens = np.asarray(found)[: len(texts)]
+        yield tokens
+        window.append(tokens)
+        logits, index = window.next_logits(), index + 1
+
+
+@functools.partial(jax.jit, static_argnames="sampling")
+def _choose(
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], keys: Key[Array, "B"], index: Int[Array, ""], sampling: Sampling
+) -> tuple[Int[Array, "B"], Bool[Array, "B V"]]:
+    """Tokens, and which tokens each row has with them."""
+    tokens = choose(logits, seen, keys, index, sampling)
+    return tokens, seen.at[jnp.arange(tokens.size), tokens].set(True)

@@ -5,9 +5,10 @@ import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from giantjax.config import RuntimeConfig
+from giantjax.config import RunConfig, RuntimeConfig
 from giantjax.errors import InputError, TrainingFault
 from giantjax.launch import Job
 
@@ -32,6 +33,11 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "giantjax"
     except RuntimeError as error:
         raise InputError("this user has no home folder to keep a cache in; set XDG_CACHE_HOME to an absolute path") from error
+
+
+def alone(config: RunConfig) -> RuntimeConfig:
+    """The runtime of a run for one process, which simulates the devices of all where the run simulates any."""
+    return replace(config.runtime, num_cpu_devices=config.runtime.num_cpu_devices and config.mesh.num_devices)
 
 
 def start(config: RuntimeConfig, job: Job | None = None, visible: Sequence[int] | None = None) -> None:

@@ -367,6 +367,36 @@ GENERATE = (
     case("generate-no-tokens", "generate --run runs/good --max-tokens 0", "--max-tokens is 0; it must be at least 1"),
     case("generate-negative-seed", "generate --run runs/good --seed -1", "--seed is -1; it must be from 0 to 4294967295"),
     case("generate-unknown-option", "generate --run runs/good --temprature 1", "--temprature, 1 cannot be understood"),
+    case("generate-top-0", "generate --run runs/good --top-k 0", "--top-k is 0; it must be at least 1, or None to choose among all"),
+    case("generate-no-probability", "generate --run runs/good --top-p 0", "--top-p is 0.0; it must be above 0 and at most 1"),
+    case("generate-nan-probability", "generate --run runs/good --top-p nan", "--top-p is nan; it must be above 0 and at most 1"),
+    case("generate-penalty", "generate --run runs/good --repetition-penalty 0", "--repetition-penalty is 0.0; it must be a number above 0"),
+    case("generate-empty-stop", "generate --run runs/good --stop a ''", "--stop has an empty string"),
+    case("generate-both", "generate --run runs/good --prompt a --prompts a.txt", "--prompt and --prompts are both given"),
+    case("generate-no-batch", "generate --run runs/good --prompts a.txt --batch-size 0", "--batch-size is 0; it must be at least 1"),
+    case("generate-no-file", "generate --run runs/good --prompts nope", "--prompts nope cannot be read: No such file or directory"),
+    case("generate-of-a-folder", "generate --run runs/good --prompts sub", "--prompts sub cannot be read: Is a directory"),
+    case("generate-binary", "generate --run runs/good --prompts latin.txt", "--prompts latin.txt is not UTF-8: line 2 has the byte 0xff"),
+    case("generate-of-nothing", "generate --run runs/good --prompts empty.txt", "--prompts empty.txt holds nothing but blank lines"),
+    case("generate-empty-line", "generate --run runs/good --prompts quotes.txt", 'quotes.txt line 3 is ""; a prompt has at least one char'),
+    case("generate-over", "generate --run runs/good --output a.txt", "--output a.txt is there already; nothing is overwritten"),
+    case("generate-nowhere", "generate --run runs/good --output nope/x", "--output is nope/x, but there is no folder nope"),
+)
+
+EVALUATE = (
+    case("evaluate-nothing", "evaluate --run runs/good", "--data PREFIX and --tasks FILE are missing"),
+    case("evaluate-no-such-run", "evaluate --run nope --data corpus", "nope is not the directory of a run", "no config.json"),
+    case("evaluate-no-corpus", "evaluate --run runs/good --data nope", "--data is nope, but there is no nope.idx"),
+    case("evaluate-damaged", "evaluate --run runs/good --data magic", "magic.idx is not a Megatron index"),
+    case("evaluate-synthetic", "evaluate --run runs/good --data synthetic", "--data is synthetic, random tokens"),
+    case("evaluate-wide", "evaluate --run runs/good --data wide", "--data wide was prepared with a vocabulary of 50257", "is 257"),
+    case("evaluate-words", "evaluate --run runs/good --data words", "--data words was prepared with another tokenizer (huggingface"),
+    case("evaluate-untokenized", "evaluate --run runs/synthetic --tasks a.txt", "runs/synthetic is not the directory", "no tokenizer.json"),
+    case("evaluate-text", "evaluate --run runs/good --tasks a.txt", "--tasks a.txt line 1 is not JSON", '{"text": ...}'),
+    case("evaluate-other-form", "evaluate --run runs/good --tasks form.jsonl", "form.jsonl line 1 has ctx, endings; each line is"),
+    case("evaluate-long-choice", "evaluate --run runs/good --tasks long.jsonl", "long.jsonl line 1: ' 123456789'... has 10 tokens", ", 8"),
+    case("evaluate-json", "evaluate --run runs/good --data corpus --json sub", "--json is sub, a folder; name a file"),
+    case("evaluate-no-batch", "evaluate --run runs/good --data corpus --batch-size 0", "--batch-size is 0; it must be at least 1"),
 )
 
 PLAN = (
@@ -413,7 +443,7 @@ PREPARE = (
 
 CASES = (
     *(*COMMAND_LINE, *TYPES, *NUMBERS, *DIVISORS, *PROCESSES_AND_DEGREES, *LOSS_SCALE, *NOT_YET, *PIPELINE, *DATA, *CONFIGS),
-    *(*RUN_DIRECTORY, *GENERATE, *PLAN, *PREPARE),
+    *(*RUN_DIRECTORY, *GENERATE, *EVALUATE, *PLAN, *PREPARE),
 )
 
 
@@ -469,6 +499,10 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}{ending}").unlink()
     (folder / "a.txt").write_text("some text")
     (folder / "empty.txt").touch()
+    (folder / "latin.txt").write_bytes(b"a\n\xff\n")
+    (folder / "quotes.txt").write_text('a\n\n""\n')
+    (folder / "form.jsonl").write_text('{"ctx": "a", "endings": ["b", "c"]}\n')
+    (folder / "long.jsonl").write_text('{"text": "a 123456789"}\n')
     (folder / "link.txt").symlink_to("a.txt")
     (folder / "tiny.py").write_text(TINY)
     for name, (text, *_) in CONFIG_FILES.items():
@@ -599,6 +633,7 @@ PROCESSES = (
     case("process-real-size-without-data", "pretrain --config gpt2_124m", "data.train is empty"),
     tiny("process-mesh-of-2", "--mesh.data 2 --run-dir new/run", "this job has 1", "or add --runtime.num-cpu-devices 2"),
     case("process-generate", "generate --run runs/good", "runs/good/checkpoints holds no whole checkpoint"),
+    case("process-evaluate", "evaluate --run runs/good --data corpus", "runs/good/checkpoints holds no whole checkpoint"),
     case("process-prepare", "prepare_data sub --output new/p", "sub is a folder"),
     case("process-plan", "plan --config gpt13b --cluster v100", "there is no cluster v100"),
 )
@@ -840,7 +875,7 @@ def test_a_folder_without_permission(run_dir: str, folder: Path, run: Run) -> No
     assert snapshot(folder) == before
 
 
-@pytest.mark.parametrize("name", ["pretrain", "generate", "prepare_data", "plan"])
+@pytest.mark.parametrize("name", ["pretrain", "generate", "evaluate", "prepare_data", "plan"])
 @pytest.mark.parametrize("option", ["-h", "--help", "--help-all"])
 def test_help_is_no_error(name: str, option: str, folder: Path, run: Run) -> None:
     code, out, err = run(f"{name} {option}")

@@ -122,18 +122,20 @@ def tokenizes(text: str) -> Literal["yes", "open", "no"]:
 
 def _check_samples(run: RunDirectory, arguments: Learning) -> None:
     from giantjax.data.tokenizer import ByteTokenizer
+    from giantjax.decode import build_decoder
     from giantjax.generate import generate
+    from giantjax.sampling import Sampling
     from giantjax.training.restore import load_trained
 
     config, tokenizer = read_record(run, run.config, RunConfig), ByteTokenizer()
     runtime.start(config.runtime)
     trained = load_trained(run)
-    prompt = np.array([tokenizer.end_of_document], np.int32)
+    decoder, prompts = build_decoder(trained), [[tokenizer.end_of_document]]
     passed = []
     for seed in range(arguments.samples):
         found: list[int] = []
-        with contextlib.closing(generate(trained, prompt, temperature=arguments.temperature, seed=seed)) as tokens:
-            for token in tokens:
+        with contextlib.closing(generate(decoder, prompts, Sampling(temperature=arguments.temperature), seed)) as tokens:
+            for [token] in tokens:
                 if token == tokenizer.end_of_document or len(found) == arguments.sample_tokens:
                     break
                 found.append(token)

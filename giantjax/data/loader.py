@@ -11,8 +11,9 @@ import numpy as np
 from giantjax.config import DataConfig
 from giantjax.data.blend import counts
 from giantjax.data.corpora import Source, blended_samples
+from giantjax.data.indexed import IndexedDataset
 from giantjax.data.order import MASK_32, pick
-from giantjax.data.samples import Samples
+from giantjax.data.samples import PackedSamples, Samples
 
 # tokens int32 [B, S]; targets int32 [B, S], the token after each; loss_mask float32 [B, S], 0 on padding;
 # sample uint32 [B], the number of each sample, from which dropout is drawn. Where the rules ask for them
@@ -120,6 +121,27 @@ def validation_batches(
     wanted = counts(blend.tree, num_samples)
     taken = [min(wanted[part] if num_samples else samples.num_samples, samples.num_samples) for part, samples in enumerate(blend.parts)]
     return _spread_batches(blend.parts, taken, sequence_length, batch_size, range(batch_size) if rows is None else rows, rules)
+
+
+def every_token(
+    corpus: IndexedDataset, *, sequence_length: int, batch_size: int, vocabulary_size: int, rules: DocumentRules = PACKED
+) -> Generator[Batch, None, None]:
+    """Batches in order in which every token of a corpus but its first is a target once; the last sample is filled up where it is short.
+
+    What fills up, rows of the last batch too, has a loss_mask of 0.
+
+    Raises:
+        InputError: while reading, where a token id is not in the vocabulary.
+    """
+    num_whole, left = divmod(corpus.num_tokens - 1, sequence_length)
+    if num_whole:
+        whole = PackedSamples(corpus, sequence_length, vocabulary_size)
+        yield from _spread_batches([whole], [num_whole], sequence_length, batch_size, range(batch_size), rules)
+    if left:
+        rest = PackedSamples(corpus, left, vocabulary_size, num_whole * sequence_length)
+        batch = _collate([(rest, 0)], [num_whole], left, rules)
+        filled = {name: np.pad(array, [(0, 0), (0, sequence_length - left)][: array.ndim]) for name, array in batch.items()}
+        yield {name: np.pad(array, [(0, batch_size - 1), (0, 0)][: array.ndim]) for name, array in filled.items()}
 
 
 def _spread_batches(

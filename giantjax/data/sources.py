@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -94,7 +94,7 @@ def _documents_of(corpus: IndexedDataset, shares: Sequence[Fraction], split: Spl
     return round(before * corpus.num_documents), round(after * corpus.num_documents)
 
 
-def _sizes(config: RunConfig) -> dict[str, int]:
+def _sizes(config: RunConfig) -> dict[str, Any]:
     return {"sequence_length": config.model.sequence_length, "vocabulary_size": config.model.vocabulary_size, "seed": config.seed}
 
 
@@ -109,16 +109,23 @@ def _refuse_other_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
 
 
 def open_source(
-    entry: str, *, split: Literal["train", "validation"], sequence_length: int, vocabulary_size: int, seed: int = 0
+    entry: str,
+    *,
+    split: Literal["train", "validation"],
+    sequence_length: int,
+    vocabulary_size: int,
+    seed: int = 0,
+    field: str | None = None,
 ) -> IndexedDataset | Synthetic:
     """What data.train or data.validation names: stdlib, synthetic, or the PREFIX of an indexed pair.
 
     Args:
         entry: the name; PREFIX.bin and PREFIX.idx are taken for PREFIX.
-        split: which part of stdlib or synthetic is wanted, and which field messages speak of.
+        split: which part of stdlib or synthetic is wanted.
         sequence_length: of the model; the source must hold one such sample.
         vocabulary_size: of the model.
         seed: of synthetic tokens.
+        field: which messages speak of; None is data.train or data.validation.
 
     Raises:
         InputError: the corpus is missing, damaged, too short, or does not go with the vocabulary.
@@ -126,7 +133,7 @@ def open_source(
     if entry == "synthetic":
         # Seeds of runs are below 2**32, so no training seed makes the validation tokens.
         return Synthetic(seed + (split == "validation") * 2**32)
-    field = f"data.{split}"
+    field = field or f"data.{split}"
     prefix = stdlib()[SPLITS.index(split)] if entry == "stdlib" else without_ending(entry)
     if not (os.path.exists(f"{prefix}.idx") and os.path.exists(f"{prefix}.bin")):
         raise _no_pair(field, prefix)

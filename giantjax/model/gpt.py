@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig, RunConfig
+from giantjax.model.cache import Cache
 from giantjax.model.dropout import EMBEDDING, DropoutKey, dropout, dropout_key
 from giantjax.model.layers import PRODUCTS, Block, LayerNorm, logits_product, matrix, normal, parameter_of, weight_of
 from giantjax.model.loss import cross_entropy
-from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
+from giantjax.parallel.communication import ONE_DEVICE, Communication
 from giantjax.parallel.product import Weight
 from giantjax.parallel.stages import Batch, BlockFunction, Model, Params
 
@@ -44,7 +45,7 @@ class Embedding(nnx.Module):
             own = tokens - self.comm.index() * rows.shape[0]
             held = (own >= 0) & (own < rows.shape[0])
             looked_up = self.comm.scatter_sequence(jnp.where(held[..., None], rows[jnp.where(held, own, 0)], 0))
-        own_places = own_part(self.comm, looked_up.shape[1])
+        own_places = self.comm.first_position(looked_up.shape[1]) + jnp.arange(looked_up.shape[1])
         return looked_up + self.position[...][own_places if position is None else position[:, own_places]]
 
 
@@ -87,12 +88,15 @@ def _vocabulary_rows(key: Array, config: ModelConfig, tensor: int) -> Float[Arra
 
 @dataclass(frozen=True)
 class GPT(Model):
-    """The record of a GPT, with its logits, which generation needs."""
+    """The record of a GPT, with what generation needs."""
 
     block: BlockFunction
     """shared, parameters of one block, residual stream, index of the block, microbatch, step -> residual stream."""
     logits: Callable[[Params, Float[Array, "B s H"]], Float[Array, "B S v"]] = field(kw_only=True)
     """shared, last residual stream -> fp32 logits over this device's part of the padded vocabulary."""
+    cached_block: Callable[[Params, Array, Cache, Array, Array], tuple[Array, Cache]] = field(kw_only=True)
+    """parameters of one block, residual stream of T tokens of each sample, cache, the block's place in it, positions [B, T] of the
+    tokens -> residual stream, cache. A token whose position lies past the cache leaves nothing in it."""
 
 
 def gpt(
@@ -137,11 +141,14 @@ def gpt(
 
     def embed(shared: Params, batch: Batch, step: Array | None) -> Array:
         x = nnx.merge(graphs["embedding"], shared["embedding"])(batch["tokens"], batch.get("position")).astype(dtype)
-        first = comm.index() * x.shape[1]
+        first = comm.first_position(x.shape[1])
         return dropout(x, config.hidden_dropout, key_of(batch, step), config.num_layers, EMBEDDING, first)
 
     def block(shared: Params, params: Params, x: Array, layer: Array, batch: Batch, step: Array | None) -> Array:
         return nnx.merge(graphs["blocks"], params)(x, layer, key_of(batch, step), batch.get("segment"))
+
+    def cached_block(params: Params, x: Array, cache: Cache, slot: Array, position: Array) -> tuple[Array, Cache]:
+        return nnx.merge(graphs["blocks"], params).cached(x, cache, slot, position)
 
     def logits(shared: Params, x: Array) -> Array:
         token = nnx.merge(graphs["embedding"], shared["embedding"]).token
@@ -171,6 +178,7 @@ def gpt(
         ends=(("embedding",), ("embedding", "head") if config.head == "tied" else ("head",)),
         kept={"none": (*PRODUCTS, "attention_weights"), "selective": PRODUCTS},
         logits=logits,
+        cached_block=cached_block,
     )
 
 
@@ -179,6 +187,12 @@ def model_on_mesh(config: RunConfig, dtype: DTypeLike) -> GPT:
     tensor = config.mesh.tensor
     stages = "pipe" if config.pipeline.head == "shared" and config.mesh.pipe > 1 else None
     return gpt(config.model, dtype, seed=config.seed, comm=Communication("tensor" if tensor > 1 else None), tensor=tensor, stages=stages)
+
+
+def decoding_model(config: RunConfig, dtype: DTypeLike) -> GPT:
+    """The model of a run for single tokens, whose positions devices cannot share; its parameters lie as those of `model_on_mesh`."""
+    tensor = config.mesh.tensor
+    return gpt(config.model, dtype, comm=Communication("tensor" if tensor > 1 else None, "whole"), tensor=tensor)
 
 
 def whole_head(config: RunConfig) -> RunConfig:

@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from giantjax.config import ModelConfig
-from giantjax.kernels.attention import causal_attention
+from giantjax.kernels.attention import cached_attention, causal_attention
+from giantjax.model.cache import Cache, of_layer, with_layer
 from giantjax.model.dropout import ATTENTION_OUTPUT, ATTENTION_WEIGHTS, FEEDFORWARD_OUTPUT, DropoutKey, dropout
 from giantjax.parallel.communication import Communication, column_parallel, row_parallel
 from giantjax.parallel.product import Weight, product
@@ -138,6 +139,15 @@ class Attention(nnx.Module):
         context_BSND = causal_attention(q_BSND, k_BSND, v_BSND, drop, segment)
         return self.output.rows(self.comm, checkpoint_name(context_BSND, "context"))
 
+    def cached(
+        self, x: Float[Array, "B T H"], cache: Cache, slot: Int[Array, ""], position: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H"], Cache]:
+        """Attention of tokens at `position` over all up to them, and the cache with theirs at layer `slot`."""
+        qkv_BTCND = self.qkv.columns(self.comm, x)
+        cache = with_layer(cache, slot, position, qkv_BTCND[:, :, 1], qkv_BTCND[:, :, 2])
+        context_BTND = cached_attention(qkv_BTCND[:, :, 0], *of_layer(cache, slot), position)
+        return self.output.rows(self.comm, context_BTND), cache
+
 
 class FeedForward(nnx.Module):
     """Two projections with a GELU between them (Hendrycks and Gimpel, 2016)."""
@@ -175,8 +185,16 @@ class Block(nnx.Module):
 
         `segment` numbers the documents of each sample, all positions of it; tokens then attend to their own.
         """
-        position = self.comm.index() * x.shape[1]
+        position = self.comm.first_position(x.shape[1])
         attended = self.attention(self.attention_norm(x), layer, key, segment)
         x = checkpoint_name(x + dropout(attended, self.rate, key, layer, ATTENTION_OUTPUT, position), "residual")
         fed = self.feedforward(self.feedforward_norm(x))
         return x + dropout(fed, self.rate, key, layer, FEEDFORWARD_OUTPUT, position)
+
+    def cached(
+        self, x: Float[Array, "B T H"], cache: Cache, slot: Int[Array, ""], position: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H"], Cache]:
+        """The residual stream of tokens at `position` after this block, without dropout, and the cache with what is theirs at `slot`."""
+        attended, cache = self.attention.cached(self.attention_norm(x), cache, slot, position)
+        x = x + attended
+        return x + self.feedforward(self.feedforward_norm(x)), cache

@@ -1,7 +1,7 @@
 """Cross-entropy over a padded vocabulary that devices may share."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from giantjax.parallel.communication import ONE_DEVICE, Communication, own_part
 
@@ -27,3 +27,13 @@ def cross_entropy(
     hit = own_part(comm, logits.shape[-1]) == targets[..., None]
     target_logit = comm.reduce(jnp.sum(jnp.where(hit, logits, 0), axis=-1))
     return jnp.log(total) + largest - target_logit
+
+
+def is_likeliest(
+    logits: Float[Array, "B S v"], targets: Int[Array, "B S"], vocabulary_size: int, comm: Communication = ONE_DEVICE
+) -> Bool[Array, "B S"]:
+    """Whether no token is likelier than the target, at every position, the same on every device."""
+    logits = mask_padding(logits.astype(jnp.float32), vocabulary_size, comm)
+    hit = own_part(comm, logits.shape[-1]) == targets[..., None]
+    target_logit = comm.reduce(jnp.sum(jnp.where(hit, logits, 0), axis=-1))
+    return target_logit >= comm.largest(jnp.max(logits, axis=-1))

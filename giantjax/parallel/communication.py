@@ -7,6 +7,7 @@ positions; outside of them it holds all of the hidden dim for its share of posit
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +19,8 @@ class Communication:
     """Functions over the mesh axis, or axes, that share layers; `axis` None is one device."""
 
     axis: str | tuple[str, ...] | None = None
+    positions: Literal["shared", "whole"] = "shared"
+    """Whether each device holds its share of the positions outside of products, or all of them, as where a single token is decoded."""
 
     def index(self) -> Array | int:
         """Which of the devices this is."""
@@ -25,11 +28,17 @@ class Communication:
 
     def gather_sequence(self, x: Float[Array, "B s ..."]) -> Float[Array, "B S ..."]:
         """All positions from each device's share of them; the transpose of `scatter_sequence`."""
-        return x if self.axis is None else lax.all_gather(x, self.axis, axis=1, tiled=True)
+        return x if self.axis is None or self.positions == "whole" else lax.all_gather(x, self.axis, axis=1, tiled=True)
 
     def scatter_sequence(self, x: Float[Array, "B S ..."]) -> Float[Array, "B s ..."]:
         """Each device's share of positions of the sum of every device's partial result."""
-        return x if self.axis is None else lax.psum_scatter(x, self.axis, scatter_dimension=1, tiled=True)
+        if self.axis is None or self.positions == "whole":
+            return self.reduce(x)
+        return lax.psum_scatter(x, self.axis, scatter_dimension=1, tiled=True)
+
+    def first_position(self, size: int) -> Array | int:
+        """The first of the `size` positions of a sequence that this device holds."""
+        return self.index() * size if self.positions == "shared" else 0
 
     def reduce(self, x: Array) -> Array:
         """The sum over the devices, the same on each."""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from giantjax import generate as generation
@@ -108,7 +109,8 @@ def test_a_run_keeps_its_tokenizer_and_samples_with_it(tmp_path, monkeypatch, ca
     tokenizer, original = tokenizer_of(directory_of(config)), load_tokenizer(str(copy))
     assert tokenizer.encode("some text").tolist() == original.encode("some text").tolist() and len(tokenizer.encode("some text")) < 9
     monkeypatch.setattr(runtime, "start", lambda _: None)
-    monkeypatch.setattr(generation, "generate", lambda _, prompt, **__: iter([*tokenizer.encode(" made"), tokenizer.end_of_document, 7]))
+    tokens = [*tokenizer.encode(" made"), tokenizer.end_of_document, 7]
+    monkeypatch.setattr(generation, "generate", lambda *_: iter([np.array([token]) for token in tokens]))
     monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "generate.py"), "--run", str(config.run_dir), "--prompt", "is"])
     assert load_script("generate").main() == 0
     assert capsys.readouterr().out.endswith("is made\n")

@@ -1,5 +1,5 @@
 """Causal attention."""
 
-from giantjax.kernels.attention.xla import causal_attention
+from giantjax.kernels.attention.xla import cached_attention, causal_attention
 
-__all__ = ["causal_attention"]
+__all__ = ["cached_attention", "causal_attention"]

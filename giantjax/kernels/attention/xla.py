@@ -31,6 +31,17 @@ def causal_attention(
     return jnp.einsum("bnst,btnd->bsnd", drop(weights_BNST), value)
 
 
+def cached_attention(
+    query: Float[Array, "B T N D"], key: Float[Array, "B S N D"], value: Float[Array, "B S N D"], position: Int[Array, "B T"]
+) -> Float[Array, "B T N D"]:
+    """What `causal_attention` gives for queries at `position` of a sequence whose keys and values are all there, up to them at least."""
+    scores_BNTS = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    scores_BNTS = scores_BNTS * (query.shape[-1] ** -0.5)
+    seen = jnp.arange(key.shape[1]) <= position[:, None, :, None]
+    weights_BNTS = jax.nn.softmax(jnp.where(seen, scores_BNTS, -jnp.inf), axis=-1).astype(value.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", weights_BNTS, value)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _softmax(scores: Float[Array, "B N S T"], dtype: jnp.dtype) -> Float[Array, "B N S T"]:
     """Softmax over the last dim of fp32 scores, as `dtype`."""
