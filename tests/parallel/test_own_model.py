@@ -61,7 +61,7 @@ def masked_model(comm: Communication) -> Model:
             "output": draw("output", LAYERS, HEADS, WIDTH // HEADS, WIDTH),
             "gain": 1 + draw("gain", LAYERS, WIDTH),
         }
-        return {"table": draw("table", TOKENS, WIDTH), "distance": {"bias": draw("bias", 2 * LENGTH - 1)}, "blocks": blocks}
+        return {"table": draw("table", TOKENS, WIDTH), "distance": {"bias": draw("bias", 2 * LENGTH)}, "blocks": blocks}
 
     def embed(shared: Any, batch: Any, step: Any) -> Stream:
         own = own_part(comm, LENGTH // (1 if comm.axis is None else jax.lax.axis_size(comm.axis)))
@@ -127,7 +127,7 @@ def run(case: Case) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(pipe=2, tensor=2, data=2, microbatches=4),
+        Case(pipe=2, tensor=2, data=2, microbatches=4, zero=3),
         Case(pipe=4, data=2, microbatches=2, schedule="gpipe", zero=1, recompute="full:2"),
         Case(pipe=2, tensor=4, microbatches=8, recompute="full"),
     ],
