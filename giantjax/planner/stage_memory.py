@@ -24,7 +24,7 @@ KEPT = 1.13
 """Bytes kept for the backward pass against those counted by name: statistics of LayerNorms and inputs of blocks besides."""
 SHARED_HEAD_GRADIENTS = 4
 """Bytes a parameter more where all stages share the head, whose gradients live beside those of the microbatch's blocks; with a slot more,
-fitted to two compiled programs (13B on 32 V100s and on 32 A100s, 25 and 33 GiB without it), which it then exceeds by 6 % or is 1 % below."""
+fitted to two compiled programs (13B on 32 V100s and on 32 A100s, 25 and 33 GiB without it)."""
 SPARE = 1
 """Slots of a pipeline beside those in use: what a tick has just made or taken out."""
 LOGITS = 3.2
