@@ -89,13 +89,24 @@ CASES = (
     Case(pipe=2, data=2, tensor=2, microbatches=4, schedule="separate-zero-bubble", zero=1, skips_head=True, recompute="selective"),
     Case(pipe=2, data=4, microbatches=4, schedule="separate-interleaved", chunks=2, shares_head=True, dropout=0.0, clip=None),
     Case(pipe=2, data=2, tensor=2, microbatches=4, shares_head=True, zero=1),
-    Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=3),
-    Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None),
+    Case(pipe=4, tensor=2, microbatches=4, schedule="gpipe", shares_head=True, head="untied", dropout=0.0, layers=5),
+    Case(pipe=2, data=2, microbatches=4, schedule="interleaved", chunks=2, shares_head=True, recompute="full", clip=None, dropout=0.0),
     Case(pipe=2, replica=4, microbatches=4, schedule="zero-bubble", shares_head=True, head="untied"),
     Case(pipe=4, data=2, microbatches=4, layers=8, partition="manual:2,3,2,1", skips_head=True, zero=1, recompute="selective"),
     Case(pipe=2, tensor=4, microbatches=4, partition="manual:3,1", skips_head=True, dropout=0.0),
     Case(pipe=2, data=2, tensor=2, microbatches=4, partition="manual:1,3"),
-    Case(pipe=2, data=4, microbatches=2, schedule="zero-bubble", partition="manual:3,1", skips_head=True, head="untied"),
+    Case(
+        pipe=2,
+        data=4,
+        microbatches=2,
+        schedule="zero-bubble",
+        partition="manual:3,1",
+        skips_head=True,
+        head="untied",
+        zero=3,
+        recompute="full",
+        dropout=0.0,
+    ),
     replace(INTERLEAVED, layers=7, partition="manual:1,3,2,1", skips_head=True, recompute="full:2", clip=None),
     Case(data=2, tensor=4, microbatches=2, zero=2, recompute="full:2", dropout=0.0, clip=None),
     Case(pipe=2, replica=2, data=2, microbatches=2, schedule="gpipe", zero=2, layers=3, recompute="full", head="untied"),
@@ -285,7 +296,10 @@ def test_cases_cover_every_factorisation_and_pair_of_choices() -> None:
     }
     for (first, one), (second, other) in combinations(choices.items(), 2):
         met = {(one(case), other(case)) for case in CASES}
-        missing = {(a, b) for a in map(one, CASES) for b in map(other, CASES)} - met
+        named = [case for case in CASES if not case.schedule.startswith("separate")]
+        missing = {(a, b) for a in map(one, named) for b in map(other, named)} - met
+        # A single stage has one schedule, whatever its name.
+        missing -= {(False, schedule) for schedule in ("interleaved", "zero-bubble")}
         assert not missing, f"no case has {first} and {second} at {missing}"
     uneven = {case.pipe for case in CASES if case.layers % case.pipe}
-    assert uneven == {2, 4}
+    assert uneven >= {2, 4}

@@ -75,6 +75,10 @@ def pipelined(
     found = timeline.lockstep(
         plan.schedule, plan.pipe, plan.num_microbatches, work.forward, work.backward, crossing, weight=weight, num_chunks=chunks
     )
+    if chunks > 1:
+        # Compiled, the hops of interleaved ticks do not lie over their work (docs/measurements.md).
+        ticks = timeline.num_ticks(plan.schedule, plan.pipe, plan.num_microbatches, chunks)
+        found = found._replace(exposed=2 * ticks * crossing)
     stage = chunks * (work.forward + work.backward) + weight
     if plan.head != "everywhere":
         stage += head
