@@ -3,7 +3,7 @@
     python scripts/plan.py --config gpt13b_v100x4 --cluster v100x4-tcp100
     python scripts/pretrain.py --config gpt13b_v100x4 --data.train data/train --data.validation data/validation
 
-Hardware: 32 V100-32GB; expected, in fp16: 17 s a step, 93 samples/s (docs/planner.md).
+Hardware: 32 V100-32GB; expected, in fp16: 17 s a step, 91 samples/s (docs/planner.md).
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ def config() -> RunConfig:
     return replace(
         base,
         name="gpt13b_v100x4",
-        training=replace(base.training, zero_stage=1, recompute="none"),
-        mesh=MeshConfig(pipe=4, data=2, tensor=4),
+        training=replace(base.training, recompute="none"),
+        mesh=MeshConfig(pipe=8, tensor=4),
         pipeline=replace(base.pipeline, microbatch_size=16, head="shared"),
     )

@@ -57,7 +57,7 @@ def one_device(tmp_path_factory) -> RunConfig:
     ("name", "more", "mesh"),
     [
         ("gpt13b", ("--runtime.cluster", "v100x4-tcp100"), "automatic mesh for 32 V100-32GB: "),
-        pytest.param("gpt13b_v100x4", ("--pipeline.microbatch-size", "4"), "mesh pipe 4 x data 2 x tensor 4", marks=pytest.mark.slow),
+        pytest.param("gpt13b_v100x4", ("--pipeline.microbatch-size", "4"), "mesh pipe 8 x tensor 4", marks=pytest.mark.slow),
         pytest.param("gpt13b_a100x4", ("--pipeline.microbatch-size", "4"), "mesh pipe 4 x data 2 x tensor 4", marks=pytest.mark.slow),
         pytest.param("gpt13b_megatron", (), "mesh pipe 4 x data 2 x tensor 4", marks=pytest.mark.slow),
         pytest.param("gpt13b_zero3", ("--pipeline.microbatch-size", "1"), "mesh pipe 4 x data 8", marks=pytest.mark.slow),
