@@ -34,7 +34,11 @@ def gathered_bytes(sizes: Sizes, plan: Plan, width: int) -> float:
 
 
 def sharing_seconds(sizes: Sizes, plan: Plan, wires: Wires, layers: float, width: int) -> float:
-    """Seconds of it, all of which a tick waits for: a layer's gradients are scattered when it has none left to compute."""
+    """Seconds of it, as if a tick waited for all.
+
+    Compiled programs lay a part over compute: weights of the feed-forward layer gathered while attention runs, gradients scattered while
+    the next layer's are computed.
+    """
     if plan.zero_stage < 2 or plan.data == 1:
         return 0.0
     seconds = wires.one_pass(scattered_bytes(sizes) + gathered_bytes(sizes, plan, width), Span(plan.data, 1), 1)
