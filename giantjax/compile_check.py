@@ -25,17 +25,13 @@ from giantjax.parallel.mesh import AXES, build_mesh
 from giantjax.parallel.nodes import Nodes, Place
 from giantjax.parallel.placement import infer_degrees
 from giantjax.parallel.topology import known_topology
+from giantjax.planner.stage_memory import RESERVED
 from giantjax.targets import INSTALL, Target, compile_only_devices, target_of, uncached
 from giantjax.traffic import axes_of, foretell, traffic
 from giantjax.training.optimizer import build_optimizer
-from giantjax.training.precision import resolve_precision
+from giantjax.training.precision import DTYPES, resolve_precision
 from giantjax.training.state import Layout, abstract_state, layout_of
 from giantjax.training.step import BATCH_SPEC, build_train_step
-
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
-RESERVED = 2**30
-"""Bytes kept free of what JAX may take: NCCL's buffers, workspaces of matrix products, and what fragments leave unused. The
-part of the memory that `runtime.memory_fraction` leaves out holds the CUDA context."""
 
 SCALARS = 1024
 """Bytes up to which a sum is of a few numbers."""
@@ -182,7 +178,7 @@ def _report(lowered: Lowered, compiled: jax.stages.Compiled, triton: bool, compi
         analysis.temp_size_in_bytes,
         usable_bytes(config, lowered.cluster),
     )
-    width = jnp.dtype(DTYPES[lowered.compute]).itemsize
+    width = DTYPES[lowered.compute].itemsize
     return Report(
         config=config,
         cluster=lowered.cluster,

@@ -10,7 +10,7 @@ from giantjax.config.mesh import MeshConfig, PipelineConfig
 from giantjax.config.model import ModelConfig
 from giantjax.config.run import RunConfig
 from giantjax.config.runtime import RuntimeConfig
-from giantjax.config.training import LossScaleConfig, OptimizerConfig, TrainingConfig
+from giantjax.config.training import LossScaleConfig, OptimizerConfig, TrainingConfig, recompute_interval
 
 __all__ = [
     "CheckpointConfig",
@@ -24,4 +24,5 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "TrainingConfig",
+    "recompute_interval",
 ]

@@ -7,6 +7,11 @@ from giantjax.errors import InputError
 from giantjax.fields import above_zero, at_least, check_types
 
 
+def recompute_interval(recompute: str) -> int:
+    """Layers whose input is kept once between them under the policy `recompute`: K of `full:K`, else 1."""
+    return int(recompute.partition(":")[2] or 1)
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """How long, how much at a time, and at what precision."""
@@ -42,11 +47,6 @@ class TrainingConfig:
         kind, _, interval = self.recompute.partition(":")
         if self.recompute not in ("none", "selective", "full") and not (kind == "full" and interval.isdecimal() and int(interval) > 0):
             raise InputError(f"training.recompute is {self.recompute!r}; the policies are none, selective, full and full:K, such as full:2")
-
-    @property
-    def recompute_interval(self) -> int:
-        """Layers whose input is kept once between them under `full` (1) and `full:K` (K)."""
-        return int(self.recompute.partition(":")[2] or 1)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
+from giantjax.config import recompute_interval
+
 
 class Span(NamedTuple):
     """Positions [first, stop) of every chunk."""
@@ -85,11 +87,6 @@ def part_sizes(order: Sequence[str], table: Int[np.ndarray, "S L"], num_chunks: 
         for kind in _kinds_at(order, cells):
             sizes[part][kind] = sizes[part].get(kind, 0) + 1
     return sizes
-
-
-def recompute_interval(recompute: str) -> int:
-    """K of `full:K`, else 1."""
-    return int(recompute.partition(":")[2] or 1)
 
 
 def _positions(table: Int[np.ndarray, "S L"], num_chunks: int, num_parts: int = 1) -> list[tuple[int, Int[np.ndarray, "S C"]]]:

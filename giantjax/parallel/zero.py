@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from giantjax.config import recompute_interval
 from giantjax.parallel.product import Weight
-from giantjax.parallel.spans import recompute_interval
 from giantjax.parallel.stages import (
     BLOCKS,
     Batch,

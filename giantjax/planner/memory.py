@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from giantjax.config import RunConfig
+from giantjax.config import RunConfig, recompute_interval
 from giantjax.planner.flops import num_parameters
 
 
@@ -38,7 +38,7 @@ def memory_need(config: RunConfig, precision: str, pipe: int = 1, tensor: int = 
     weights = model.num_heads * model.sequence_length
     dense = 6 * hidden + model.inner_size
     kept = {"none": dense + weights, "selective": dense, "full": hidden}[config.training.recompute.partition(":")[0]]
-    interval = config.training.recompute_interval
+    interval = recompute_interval(config.training.recompute)
     layer = width * tokens * (16 * hidden + 2 * weights) * interval
     logits = 2 * 4 * tokens * model.padded_vocabulary(tensor)
     activations = (width * tokens * kept * -(-model.num_layers // interval) + layer + logits) // tensor

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from giantjax.config import recompute_interval
+
 Compression = Literal["none", "bf16", "int8"]
 Head = Literal["everywhere", "last", "shared"]
 """Which stages compute a microbatch's loss, as `pipeline.head` says."""
@@ -53,7 +55,7 @@ class Plan:
     @property
     def recompute_interval(self) -> int:
         """K of `full:K`, else 1."""
-        return int(self.recompute.partition(":")[2] or 1)
+        return recompute_interval(self.recompute)
 
 
 @dataclass(frozen=True)

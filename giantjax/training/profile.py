@@ -19,17 +19,17 @@ from giantjax.config import RunConfig
 from giantjax.fields import from_dict
 from giantjax.parallel.mesh import AXES
 from giantjax.parallel.partition import Weights, balanced
-from giantjax.parallel.sharding import partition_spec, partition_specs, shardings
+from giantjax.parallel.sharding import partition_specs, shardings
 from giantjax.parallel.stage import Stage
 from giantjax.parallel.stages import BLOCKS, Batch, Model, Params, apply_blocks, order_of, shared_of, with_copies
 from giantjax.parallel.varying import varying, varying_axes, zeros
 from giantjax.training.processes import from_first, is_first
+from giantjax.training.step import BATCH_SPEC
 
 MICROBATCHES = 4
 """Of a measurement, one after the other as in a step."""
 REPEATS = 3
 """Measurements, of which the fastest counts."""
-BATCH_SPEC = partition_spec(("batch",))
 
 
 @dataclass(frozen=True)
