@@ -29,9 +29,10 @@ from giantjax.planner.stage_memory import RESERVED
 from giantjax.targets import INSTALL, Target, compile_only_devices, target_of, uncached
 from giantjax.traffic import axes_of, foretell, traffic
 from giantjax.training.optimizer import build_optimizer
+from giantjax.training.parts import layout_of_run, train_step_of_run
 from giantjax.training.precision import DTYPES, resolve_precision
-from giantjax.training.state import Layout, abstract_state, layout_of
-from giantjax.training.step import BATCH_SPEC, build_train_step
+from giantjax.training.state import Layout, abstract_state
+from giantjax.training.step import BATCH_SPEC
 
 SCALARS = 1024
 """Bytes up to which a sum is of a few numbers."""
@@ -69,28 +70,11 @@ def lower_plan(config: RunConfig, cluster: Cluster, compute: Compute | None = No
     mesh = build_mesh(config.mesh, nodes_of(cluster), devices)
     chosen, why = resolve_precision(config.training.precision, devices[0]) if compute is None else (compute, "as asked")
     begin = time.perf_counter()
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=chosen))
     model = model_on_mesh(config, DTYPES[chosen])
     optimizer = build_optimizer(config, model.decays)
-    scales = config.loss_scale if chosen == "fp16" else None
-    layout = layout_of(
-        model,
-        optimizer,
-        mesh,
-        config.training.zero_stage,
-        config.training.compression,
-        scales,
-        num_chunks=config.pipeline.num_chunks,
-        partition=config.pipeline.partition,
-    )
-    step = build_train_step(
-        model,
-        optimizer,
-        layout,
-        num_microbatches=config.num_microbatches,
-        schedule=config.pipeline.schedule,
-        recompute=config.training.recompute,
-        skips_head=config.pipeline.head == "last",
-    )
+    layout = layout_of_run(config, model, optimizer, mesh)
+    step = train_step_of_run(config, optimizer, layout)
     lowered = step.lower(abstract_state(layout), _abstract_batch(config, layout))
     return Lowered(lowered, config, cluster, layout, chosen, why, target_of(cluster), time.perf_counter() - begin)
 

@@ -15,7 +15,8 @@ from giantjax.config import RunConfig
 from giantjax.data.sources import open_sources
 from giantjax.parallel import collectives
 from giantjax.parallel.collectives import LEVELS, Compression
-from giantjax.training.loop import Evaluation, Parts, assemble, batches_on_mesh
+from giantjax.training.loop import Evaluation, batches_on_mesh
+from giantjax.training.parts import Parts, assemble
 from giantjax.training.state import TrainState, abstract_state, init_state, layout_of
 from giantjax.training.step import StepMetrics, build_eval_step, build_train_step
 

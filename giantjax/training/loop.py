@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,25 +18,22 @@ from giantjax.data.corpora import Source, corpora_of, fingerprint
 from giantjax.data.loader import Batch, rules_of, training_batches, validation_batches
 from giantjax.errors import TrainingFault
 from giantjax.fields import from_dict
-from giantjax.model.gpt import GPT, model_on_mesh, whole_head
 from giantjax.nccl import read_log
-from giantjax.parallel.mesh import axes_in_words, build_mesh
+from giantjax.parallel.mesh import axes_in_words
 from giantjax.parallel.nodes import Nodes
 from giantjax.parallel.partition import held, said
 from giantjax.planner.flops import num_parameters
 from giantjax.training.bookkeeper import Bookkeeper
-from giantjax.training.disk import abstract_disk_state, disk_forms, to_device, to_disk
+from giantjax.training.disk import abstract_disk_state, to_device, to_disk
 from giantjax.training.feed import rows_here, spread
 from giantjax.training.metrics import peak_flops
-from giantjax.training.optimizer import Optimizer, build_optimizer
-from giantjax.training.precision import DTYPES, resolve_precision
+from giantjax.training.parts import Parts, assemble, train_step_of_run
 from giantjax.training.processes import Stop, faults_shared, from_first, is_first, losses_named
-from giantjax.training.profile import Profile, profile_of
 from giantjax.training.programs import Programs
 from giantjax.training.progress import ProgressLine
 from giantjax.training.run_directory import RunDirectory, held_alone, keep_tokenizer, write_record
-from giantjax.training.state import Layout, TrainState, abstract_state, check_finite, first_scale, init_state, layout_of, without_errors
-from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
+from giantjax.training.state import TrainState, abstract_state, check_finite, first_scale, init_state, without_errors
+from giantjax.training.step import build_eval_step
 
 SAVED_ON_SIGNAL = 143
 
@@ -107,15 +104,7 @@ def train(
 
         batches = batches_on_mesh(parts, train_data, start_samples, first)
         batch = next(batches)
-        train_step = build_train_step(
-            model_on_mesh(config, DTYPES[config.training.precision]),
-            parts.optimizer,
-            layout,
-            num_microbatches=config.num_microbatches,
-            schedule=config.pipeline.schedule,
-            recompute=config.training.recompute,
-            skips_head=config.pipeline.head == "last",
-        )
+        train_step = train_step_of_run(config, parts.optimizer, layout)
         programs = Programs(train_step, config.model.sequence_length, progress.say)
         programs.compile(state, batch)
         eval_step = build_eval_step(parts.model, layout, num_microbatches=config.num_microbatches)
@@ -157,52 +146,6 @@ def train(
                 return SAVED_ON_SIGNAL
         book.close()
     return 0
-
-
-class Parts(NamedTuple):
-    """What a run is made of, before it has a state."""
-
-    config: RunConfig
-    """With the precision resolved, and the partition if it was measured."""
-    reason: str
-    """Why that precision."""
-    model: GPT
-    """With the head whole, as evaluation runs it."""
-    optimizer: Optimizer
-    layout: Layout
-    forms: TrainState
-    profile: Profile | None
-    """What a partition by measured times was made of."""
-
-    @property
-    def placement(self) -> NamedSharding:
-        """Of batches."""
-        return NamedSharding(self.layout.mesh, BATCH_SPEC)
-
-
-def assemble(config: RunConfig, nodes: Nodes | None = None, partition: Path | None = None) -> Parts:
-    """The parts of the run that `config` describes, on the devices there are; its measured partition may be on record at a path."""
-    mesh = build_mesh(config.mesh, nodes)
-    precision, reason = resolve_precision(config.training.precision, jax.local_devices()[0])
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
-    model = model_on_mesh(whole_head(config), DTYPES[precision])
-    optimizer = build_optimizer(config, model.decays)
-    profile = None
-    if config.pipeline.partition == "profile":
-        profile = profile_of(config, model, mesh, partition)
-        config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, partition=profile.partition))
-    scales = config.loss_scale if precision == "fp16" else None
-    layout = layout_of(
-        model,
-        optimizer,
-        mesh,
-        config.training.zero_stage,
-        config.training.compression,
-        scales,
-        num_chunks=config.pipeline.num_chunks,
-        partition=config.pipeline.partition,
-    )
-    return Parts(config, reason, model, optimizer, layout, disk_forms(model, optimizer, layout), profile)
 
 
 def restored_state(store: CheckpointStore, parts: Parts, position: Position) -> TrainState:

@@ -1,7 +1,7 @@
 """Blocks of several kinds in one pipeline equal one device: an encoder-decoder, and two kinds whose weight gradients wait."""
 
 import runpy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,71 +18,16 @@ from giantjax.parallel.communication import ONE_DEVICE, Communication
 from giantjax.parallel.product import product
 from giantjax.parallel.pullback import Pullback
 from giantjax.parallel.stages import Model
-from giantjax.training.disk import disk_forms, to_disk
 from giantjax.training.optimizer import Optimizer
 from giantjax.training.profile import MICROBATCHES, measured_weights
-from giantjax.training.state import abstract_state, init_state, layout_of
-from giantjax.training.step import BATCH_SPEC, build_eval_step, build_train_step
-from tests.helpers import FORWARD, GRADIENT, relative_error
-from tests.test_equivalence import mesh_of, recording
+from giantjax.training.state import abstract_state, layout_of
+from giantjax.training.step import BATCH_SPEC, build_train_step
+from tests.parallel.measured import assert_equal, measure
+from tests.test_equivalence import Case, mesh_of
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "encoder_decoder.py"))
 ORDER = ("encoder",) * 3 + ("decoder",) * 4
 WIDTH, INNER, LENGTH = 8, 24, 4
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to run the same steps."""
-
-    pipe: int = 1
-    data: int = 1
-    tensor: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    partition: str = "uniform"
-    skips_head: bool = False
-    zero: int = 0
-    recompute: str = "none"
-    replica: int = 1
-
-    def __str__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
-        return "-".join(f"{name}{value}" for name, value in changed.items()) or "one"
-
-
-def measure(model: Model, case: Case, batch: Any) -> Any:
-    """Losses and metrics of three steps, an evaluation, the first gradients and the last parameters, in the layout of the disk."""
-    optimizer = Optimizer(recording(optax.adam(1e-2, eps=1e-3)), optax.constant_schedule(1e-2), clip_norm=0.1)
-    mesh = mesh_of(case.pipe, case.replica, case.data, case.tensor)
-    layout = layout_of(model, optimizer, mesh, case.zero, num_chunks=case.chunks, partition=case.partition)
-    forms = disk_forms(model, optimizer, layout)
-    state = init_state(model, optimizer, layout, 0)
-    step = build_train_step(
-        model,
-        optimizer,
-        layout,
-        num_microbatches=case.microbatches,
-        schedule=case.schedule,
-        recompute=case.recompute,
-        skips_head=case.skips_head,
-    )
-    total, weight = build_eval_step(model, layout, num_microbatches=case.microbatches)(state.params, batch)
-    measured, gradients = [], None
-    for number in range(3):
-        state, metrics = step(state, batch)
-        measured.append(jax.device_get((metrics.loss, metrics.grad_norm, metrics.reported)))
-        gradients = gradients if number else jax.device_get(to_disk(state, forms).optimizer["last"])
-    return measured, float(total / weight), gradients, jax.device_get(to_disk(state, forms).params)
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    assert relative_error([one[0] for one in found[0]], [one[0] for one in expected[0]]) <= FORWARD
-    assert relative_error([one[1:] for one in found[0]], [one[1:] for one in expected[0]]) <= GRADIENT
-    assert relative_error(found[1], expected[1]) <= FORWARD
-    assert relative_error(found[2], expected[2]) <= GRADIENT
-    assert relative_error(found[3], expected[3]) <= GRADIENT
 
 
 # ---- the encoder-decoder of the docs ----

@@ -1,7 +1,6 @@
 """The executor knows no GPT: another model, with masks passed along and two ties, and a script of one's own."""
 
 import runpy
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,30 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
 from giantjax.parallel.communication import ONE_DEVICE, Communication, column_parallel, own_part, row_parallel
-from giantjax.parallel.mesh import AXES
 from giantjax.parallel.stages import Model
-from giantjax.training.disk import disk_forms, to_disk
-from giantjax.training.optimizer import Optimizer
-from giantjax.training.state import init_state, layout_of
-from giantjax.training.step import build_eval_step, build_train_step
-from tests.helpers import FORWARD, GRADIENT, relative_error
-from tests.test_equivalence import recording
+from tests.parallel.measured import assert_equal, measure
+from tests.test_equivalence import Case
 
 LAYERS, LENGTH, WIDTH, HEADS, TOKENS, BATCH = 6, 16, 32, 4, 50, 8
-
-
-@dataclass(frozen=True)
-class Case:
-    pipe: int = 1
-    data: int = 1
-    tensor: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    recompute: str = "none"
-    zero: int = 0
 
 
 class Stream(NamedTuple):
@@ -101,27 +83,14 @@ def masked_model(comm: Communication) -> Model:
 
 @lru_cache
 def run(case: Case) -> Any:
-    """Losses of three steps, first gradients, last parameters, metrics and an evaluation."""
-    mesh = Mesh(np.array(jax.devices()[: case.pipe * case.data * case.tensor]).reshape(case.pipe, 1, case.data, case.tensor), AXES)
     model = masked_model(Communication("tensor") if case.tensor > 1 else ONE_DEVICE)
-    optimizer = Optimizer(recording(optax.adam(1e-2, eps=1e-3)), optax.constant_schedule(1e-2), clip_norm=0.1)
-    layout = layout_of(model, optimizer, mesh, case.zero)
-    forms = disk_forms(model, optimizer, layout)
-    state = init_state(model, optimizer, layout, 0)
     rng = np.random.default_rng(0)
     batch = {
         "tokens": rng.integers(0, TOKENS, (BATCH, LENGTH), np.int32),
         "targets": rng.integers(0, TOKENS, (BATCH, LENGTH), np.int32),
         "mask": rng.random((BATCH, LENGTH)) < np.linspace(0.2, 1, BATCH)[:, None],
     }
-    step = build_train_step(model, optimizer, layout, num_microbatches=case.microbatches, schedule=case.schedule, recompute=case.recompute)
-    total, weight = build_eval_step(model, layout, num_microbatches=case.microbatches)(state.params, batch)
-    measured, gradients = [], None
-    for number in range(3):
-        state, metrics = step(state, batch)
-        measured.append(jax.device_get((metrics.loss, metrics.grad_norm, metrics.reported)))
-        gradients = gradients if number else jax.device_get(to_disk(state, forms).optimizer["last"])
-    return measured, float(total / weight), gradients, jax.device_get(to_disk(state, forms).params)
+    return measure(model, case, batch)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +103,9 @@ def run(case: Case) -> Any:
     ids=str,
 )
 def test_a_model_with_masks_and_two_ties_equals_one_device(case: Case) -> None:
-    (measured, evaluation, gradients, params), expected = run(case), run(Case())
-    assert relative_error([m[0] for m in measured], [m[0] for m in expected[0]]) <= FORWARD
-    assert relative_error([m[1:] for m in measured], [m[1:] for m in expected[0]]) <= GRADIENT
-    assert measured[0][2]["depth"] == pytest.approx(LAYERS)
-    assert relative_error(evaluation, expected[1]) <= FORWARD
-    assert relative_error(gradients, expected[2]) <= GRADIENT
-    assert relative_error(params, expected[3]) <= GRADIENT
+    found = run(case)
+    assert_equal(found, run(Case()))
+    assert found[0][0][2]["depth"] == pytest.approx(LAYERS)
 
 
 def test_the_documented_script_trains() -> None:

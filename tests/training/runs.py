@@ -27,7 +27,7 @@ from giantjax.data.indexed import TokenizerRecord
 from giantjax.data.indexed_writer import write_indexed
 from giantjax.data.sources import open_sources
 from giantjax.fields import from_dict, leaves
-from giantjax.training import loop
+from giantjax.training import loop, parts
 from giantjax.training.run_directory import check_run_directory, directory_of
 from giantjax.training.stop import SIGNALS
 
@@ -85,7 +85,7 @@ def train_here(config: RunConfig, nccl_log: Path | None = None) -> int:
         run = check_run_directory(config)
         with (
             mock.patch.object(loop, "peak_flops", _peak_flops),
-            mock.patch.object(loop, "build_train_step", lambda *a, **k: _train_step_once(config, *a, **k)),
+            mock.patch.object(parts, "build_train_step", lambda *a, **k: _train_step_once(config, *a, **k)),
             mock.patch.object(loop, "build_eval_step", lambda *a, **k: _eval_step_once(config, *a, **k)),
         ):
             return loop.train(config, run, *open_sources(config), nccl_log=nccl_log)
@@ -132,7 +132,7 @@ def _once(what: str, config: RunConfig, make: Callable[[], Any]) -> Any:
 
 
 # Looked up here, before train_here puts its own in their place.
-_build_train_step, _build_eval_step = loop.build_train_step, loop.build_eval_step
+_build_train_step, _build_eval_step = parts.build_train_step, loop.build_eval_step
 
 
 def _train_step_once(config: RunConfig, *rest: Any, **choices: Any) -> CompiledOnce:
