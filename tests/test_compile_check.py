@@ -142,8 +142,8 @@ def test_bytes_foretold_of_gradients(zero_stage: int) -> None:
     config = run(REPLICAS, zero_stage=zero_stage)
     layout = lower_plan(config, cluster()).layout
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layout.shapes.params))
-    assert foretell(config, layout, [0, 0, 1, 1], 2) == (0, 2 * 4 * parameters)
-    assert foretell(config, layout, [0, 0, 0, 0], 2) == (0, 0)
+    assert foretell(config, layout, [0, 0, 1, 1], 2) == (0, 2 * 4 * parameters, 0)
+    assert foretell(config, layout, [0, 0, 0, 0], 2) == (0, 0, 0)
 
 
 @needs_plugin

@@ -87,7 +87,7 @@ def run_schedule(
     num_chunks = schedule.num_chunks if len(layer_table) > 1 else 1
     model = on_shares(model, zero, recompute) if zero else model
     stage = Stage(model, layer_table, num_chunks, num_parts, recompute, params, batches, step, denominator, zero, skips_head)
-    sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule, skips_head).run()
+    sums = _accumulate(stage) if stage.num_stages == 1 and schedule.trains else _Executor(stage, schedule).run()
     return sums if sums.grads is None else sums._replace(grads=stage.gradients(sums.grads))
 
 
@@ -120,8 +120,8 @@ def _accumulate(stage: Stage) -> Sums:
 class _Executor:
     """A stage on its way through the ticks of a schedule."""
 
-    def __init__(self, stage: Stage, schedule: Schedule, skips_head: bool):
-        self.stage, self.skips_head = stage, skips_head
+    def __init__(self, stage: Stage, schedule: Schedule):
+        self.stage = stage
         self.shares_head = stage.model.spreads_head and stage.num_stages > 1
         self.ticks = ticks_of(schedule, self.shares_head)
         self.pullback = Pullback(stage, defers=schedule.splits_weight) if schedule.trains else None
@@ -289,7 +289,7 @@ def _loss_backward(
         grads, begun = pull(varying(jnp.where(there, 1, 0).astype(loss.dtype), varying_axes(loss)))
         return *where_there(there, (loss, metrics)), grads, begun
 
-    if not executor.skips_head:
+    if not stage.skips:
         return compute()
     # Only the types of this are looked at, so nothing of it runs.
     nothing = compute()

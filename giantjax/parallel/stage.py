@@ -66,12 +66,13 @@ class Stage:
         step: Array | None,
         denominator: Array,
         zero: Zero | None = None,
-        skips_padding: bool = False,
+        skips: bool = False,
     ):
         self.model, self.recompute, self.batches, self.zero = model, recompute, batches, zero
         self.step, self.denominator, self.num_chunks = step, denominator, num_chunks
         order = model.order or (BLOCK,) * int((table >= 0).sum())
-        self.num_parts, self.spans = num_parts, spans_of(order, table, num_chunks, recompute, skips_padding, num_parts)
+        self.num_parts, self.spans = num_parts, spans_of(order, table, num_chunks, recompute, skips, num_parts)
+        self.skips = skips
         self.num_stages, self.num_microbatches = len(table), jax.tree.leaves(batches)[0].shape[0]
         self.index = lax.axis_index(PIPE)
         # Cast and cut here, once and outside of any pullback, so that pullbacks hold these very arrays and no copies.
